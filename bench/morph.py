@@ -1,35 +1,59 @@
 """A measurement of adaptation: one memory budget, used in full precision, in int4, and by morph in its modes.
 
-    python -m bench.morph [--models bundled,160m] [--traces FOLDER] [--rounds N] [--out FOLDER]
+    python -m bench.morph [traces] [--models bundled,160m] [--traces FOLDER] [--rounds N] [--out FOLDER]
+    python -m bench.morph rates [--models bundled,160m] [--rates 0.5,1,1.5] [--seconds N] [--lengths 192+96]
 
 Every system serves every workload in turn, each on its own server. All of this is repeated `--rounds` times, in reverse
 order every other time. Before each workload the static engine in full precision is saturated, and the traffic is scaled
 to the tokens per second that it generates: the busiest ten seconds request `--peak` times as many. With `--traces`,
 72-second windows of published traces are replayed in addition to the synthetic burst.
 
+`rates` offers Poisson arrivals at multiples of full precision's capacity, and first at a light load, at which an
+adapting system must do nothing. The model `8b` has random weights and is for a GPU. A start of it takes long, so that
+each system serves all rates on one server; `--minutes 8 --systems full,morph --rates 0.5,1,1.5 --seconds 15` stays
+within 8 minutes where compiled programs are cached, and `--resume` adds the other systems in another call.
+
+Layers in fewer bits are prepared by AWQ, once, in a copy of the checkpoint under `--cache-dir`.
+
 Writes each run to the folder as a result of `jaxserve bench`, and from all results there report.md and a plot for each
-workload. `--resume` skips runs that have a result; `--report-only` runs nothing.
+workload; for rates, rates.json, rates.md, rates.png and tpot.png in a folder `rates`. `--resume` skips runs that have a
+result; `--report-only` runs nothing.
 """
 
 import argparse
 import datetime
+import math
 import sys
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.morph_parts import rate_report, rates
 from bench.morph_parts.measure import run
+from bench.morph_parts.prepared import METHOD, is_prepared
+from bench.morph_parts.presets import BUNDLED, PRESETS, Preset, prompts_of, setup_of
 from bench.morph_parts.quality import adaptation_figures, profile_of
-from bench.morph_parts.report import EXCHANGES, read, write
+from bench.morph_parts.rates import LIGHT_LOAD, Offered, Sweep, visits
+from bench.morph_parts.report import EXCHANGES, add_agreement, read, write
 from bench.morph_parts.steady import measure_plan_changes
 from bench.morph_parts.summary import LIGHT, SATURATION
-from bench.morph_parts.systems import FULL, NAMES, Envelope, Setup, System, envelope, systems
+from bench.morph_parts.systems import (
+    ACCURACY,
+    FULL,
+    INT4,
+    NAMES,
+    PERFORMANCE,
+    Envelope,
+    Setup,
+    System,
+    planned,
+)
 from bench.morph_parts.timeline import saturated_throughput
-from bench.morph_parts.traffic import Prompts, RequestLengths, at_once, peak_demand, with_lengths, with_peak, workload
-from bench.peers.checkpoints import VOCAB, ensure_checkpoint
+from bench.morph_parts.traffic import Prompts, at_once, peak_demand, with_lengths, with_peak, workload
 from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.result import build, load, save
 from jaxserve.bench.traces.formats import load_trace
@@ -37,10 +61,8 @@ from jaxserve.bench.traces.scaling import window
 from jaxserve.bench.traces.synthetic import synthetic
 from jaxserve.bench.traces.trace import Trace
 from jaxserve.bench.workload import Workload
-from jaxserve.core.bundled import bundled_model_path
-from jaxserve.engine.tokenizer import Tokenizer
 
-BUNDLED, DUMMY = "bundled", "160m"
+TRACES, RATES = "traces", "rates"  # what is measured
 BURST = "burst"
 WINDOWS = {  # of the folder that --traces names
     "azure-conv": "win72_azure_conv_1636.csv.gz",
@@ -49,53 +71,70 @@ WINDOWS = {  # of the folder that --traces names
 }
 SECONDS = 72
 LIGHT_SECONDS, LIGHT_SHARE = 20, 0.15  # the share of full precision's capacity
-SPECIAL = 2  # token ids at the start of the dummy's vocabulary that stand for no text
+SWEPT = (FULL, INT4, ACCURACY, PERFORMANCE)
+SCORED_REQUESTS = 128  # of each run of a sweep
 
 
-@dataclass(frozen=True)
-class Preset:
-    """The sizes with which a model is served: pages of a third of its layers' bytes, and lengths that fill them."""
-
-    kv_pages: int
-    max_model_len: int
-    max_num_seqs: int
-    lengths: RequestLengths
-    at_once: int  # number of simultaneous requests that saturates the engine
-    steady_tokens: int = 1800  # per answer while the cost of plan changes is measured
-
-
-PRESETS = {
-    BUNDLED: Preset(56, 544, 16, RequestLengths(288, 96, 360, 168), 320),
-    DUMMY: Preset(256, 1024, 32, RequestLengths(128, 256, 384, 512), 64),
-}
-
-
-def main() -> None:
-    """Measure what the options ask for, and report."""
+def main() -> int:
+    """Measure what the options ask for, report, and return the exit status."""
     options = _options()
+    deadline_s = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
+    missing = []
     for name in options.models.split(","):
+        awq = options.method == METHOD and PRESETS[name].shape is None
+        setup = setup_of(name, options.cache_dir, awq=awq, slo_ttft=options.slo, kv_pages=options.kv_pages)
+        score = options.agreement and name == BUNDLED
+        if options.what == RATES:
+            missing += _rates(name, setup, options, deadline_s, score=score)
+            continue
         out = options.out / name
-        setup = _setup(name, options)
         if not options.report_only:
             _measure(name, setup, options, out)
         if results := read(out):
-            print(write(results, setup, out, score=options.agreement and name == BUNDLED), flush=True)
+            print(write(results, setup, out, score=score), flush=True)
+    return 1 if missing else 0
 
 
-def _setup(name: str, options: argparse.Namespace) -> Setup:
-    preset = PRESETS[name]
-    model = bundled_model_path() if name == BUNDLED else ensure_checkpoint(name, options.cache_dir)
-    pages = options.kv_pages or preset.kv_pages
-    return Setup(model, pages, preset.max_model_len, preset.max_num_seqs, slo_ttft=options.slo)
+def _rates(name: str, setup: Setup, options: argparse.Namespace, deadline_s: float, *, score: bool) -> list[str]:
+    """Make the sweep of one model and report it; return what is missing of it."""
+    preset, folder = PRESETS[name], options.out / name / RATES
+    missing = []
+    if not options.report_only:
+        room, known = planned(setup)
+        print(_budget(setup, room, known), flush=True)
+        chosen = [known[system] for system in options.systems.split(",")]
+        multiples = sorted({LIGHT_LOAD, *map(float, options.rates.split(","))})
+        order = visits(known[FULL], chosen, multiples, one_server_each=preset.one_server_each)
+        offered = Offered(
+            _lengths(preset, options.lengths), prompts_of(name, setup.model), options.seconds, preset.at_once
+        )
+        for number in range(options.rounds):
+            sweep = Sweep(setup, offered, folder, number, options.resume, deadline_s, options.capacity)
+            missing += sweep.run(known[FULL], order)
+    if results := rates.read(folder):
+        if score:
+            add_agreement(results, setup, requests=SCORED_REQUESTS)
+        quantised_by = (
+            f"layers prepared by {METHOD.upper()}" if is_prepared(setup.model) else "layers rounded to the nearest"
+        )
+        print(rate_report.write(results, setup, folder, quantised_by=quantised_by, missing=missing), flush=True)
+    return missing
+
+
+def _lengths(preset: Preset, option: str | None) -> Trace:
+    """Return a trace whose lengths requests are drawn from: of one request for PROMPT+ANSWER, or that of the burst."""
+    if option == "trace":
+        return with_lengths(_burst(SECONDS), preset.lengths)
+    prompt, answer = map(int, option.split("+")) if option else preset.fixed_lengths
+    return Trace.of("fixed lengths", [0.0], [prompt], [answer])
 
 
 def _measure(name: str, setup: Setup, options: argparse.Namespace, out: Path) -> None:
     """Make all runs of one model."""
-    room = envelope(setup)
-    known = systems(setup, room)
+    room, known = planned(setup)
     chosen = [known[system] for system in options.systems.split(",")]
     print(_budget(setup, room, known), flush=True)
-    traffic = Traffic(PRESETS[name], _prompts(name, setup), options)
+    traffic = Traffic(PRESETS[name], prompts_of(name, setup.model), options)
     for number in range(options.rounds):
         for label in traffic.names:
             if label == SATURATION:
@@ -110,8 +149,9 @@ def _measure(name: str, setup: Setup, options: argparse.Namespace, out: Path) ->
                 path = out / f"{label}-{system.name}-{number}.json"
                 if not (options.resume and path.exists()):
                     _run_once(system, setup, load_of, {"traffic": label, "round": number, "capacity": capacity}, path)
-    if options.exchange_seconds and not (options.resume and (out / EXCHANGES).exists()):
-        found = measure_plan_changes(setup, seconds=options.exchange_seconds, tokens=PRESETS[name].steady_tokens)
+    seconds = PRESETS[name].exchange_seconds if options.exchange_seconds is None else options.exchange_seconds
+    if seconds and not (options.resume and (out / EXCHANGES).exists()):
+        found = measure_plan_changes(setup, seconds=seconds, tokens=PRESETS[name].steady_tokens)
         facts = {"date": datetime.datetime.now(), "command": sys.argv, "environment": describe_environment()}
         save(build("latency", rows=[asdict(change) for change in found], **facts), out / EXCHANGES)
 
@@ -186,18 +226,6 @@ def _burst(seconds: float) -> Trace:
     return synthetic("azure-burst", seconds, None, np.random.default_rng(0))
 
 
-def _prompts(name: str, setup: Setup) -> Prompts:
-    """Return text that the bundled model has not seen, or random tokens for random weights."""
-    if name != BUNDLED:
-        rng = np.random.default_rng(0)
-        return Prompts(rng.integers(SPECIAL, VOCAB, 100_000).tolist(), "random token ids")
-    from bench.quantization import texts  # reads the standard library
-
-    _, held_out = texts()
-    tokens = Tokenizer.load(setup.model).encode("\n\n".join(document.text for document in held_out))
-    return Prompts(tokens, "modules of the standard library that were held out from training")
-
-
 def _budget(setup: Setup, room: Envelope, known: Mapping[str, System]) -> str:
     pages = ", ".join(f"{system.label} {system.kv_pages}" for system in known.values())
     return (
@@ -210,28 +238,47 @@ def _budget(setup: Setup, room: Envelope, known: Mapping[str, System]) -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=f"{BUNDLED},{DUMMY}")
-    parser.add_argument("--systems", default=",".join(NAMES))
-    parser.add_argument("--workloads", help=f"default: {SATURATION},{LIGHT},{BURST} and, with --traces, the windows")
-    parser.add_argument("--traces", type=Path, help=f"folder that contains {', '.join(WINDOWS.values())}")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each trace, from its start")
-    parser.add_argument(
-        "--peak", type=float, default=1.5, help="tokens requested at the peak over full precision's capacity"
-    )
+    parser.add_argument("what", nargs="?", choices=(TRACES, RATES), default=TRACES)
+    parser.add_argument("--models", default=f"{BUNDLED},160m", help=f"of {', '.join(PRESETS)}; default: %(default)s")
+    parser.add_argument("--systems", help=f"of {', '.join(NAMES)}; default: all, for rates {','.join(SWEPT)}")
+    parser.add_argument("--rounds", type=int, help="default: 3, for rates 1")
+    parser.add_argument("--seconds", type=float, help=f"of arrivals; default: {SECONDS} of a trace, 30 at each rate")
     parser.add_argument("--capacity", type=float, help="tokens/s of saturated full precision; default: measured")
     parser.add_argument("--slo", type=float, default=2.0, help="seconds to the first token")
     parser.add_argument("--kv-pages", type=int, help="of the static engine in full precision; default: the model's")
+    parser.add_argument(
+        "--method",
+        choices=(METHOD, "rtn"),
+        default=METHOD,
+        help="for layers in fewer bits, where there is a checkpoint",
+    )
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "jaxserve" / "bench")
     parser.add_argument("--out", type=Path, default=Path("bench/out/morph"))
-    parser.add_argument(
-        "--exchange-seconds", type=float, default=30, help="for measuring the cost of plan changes; 0: skip"
-    )
     parser.add_argument("--agreement", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--report-only", action="store_true")
-    return parser.parse_args()
+    traces = parser.add_argument_group(TRACES)
+    traces.add_argument("--workloads", help=f"default: {SATURATION},{LIGHT},{BURST} and, with --traces, the windows")
+    traces.add_argument("--traces", type=Path, help=f"folder that contains {', '.join(WINDOWS.values())}")
+    traces.add_argument(
+        "--peak", type=float, default=1.5, help="tokens requested at the peak over full precision's capacity"
+    )
+    traces.add_argument(
+        "--exchange-seconds", type=float, help="for measuring the cost of plan changes; 0: skip; default: the model's"
+    )
+    sweep = parser.add_argument_group(RATES)
+    sweep.add_argument("--rates", default="0.5,0.75,1,1.25,1.5,1.75", help="multiples of full precision's capacity")
+    sweep.add_argument(
+        "--lengths", help="PROMPT+ANSWER in tokens, or trace: as the burst has them; default: the model's"
+    )
+    sweep.add_argument("--minutes", type=float, help="for all models; what would take longer is left out")
+    options = parser.parse_args()
+    swept = options.what == RATES
+    options.systems = options.systems or ",".join(SWEPT if swept else NAMES)
+    options.rounds = options.rounds or (1 if swept else 3)
+    options.seconds = options.seconds or (30.0 if swept else SECONDS)
+    return options
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.gpu_parts import Row
 from bench.gpu_parts.sizes import REAL, TINY, Model, Sizes
-from bench.peers.checkpoints import ensure_checkpoint, hf_config, write_tokenizer
+from bench.peers.checkpoints import ensure_checkpoint, ensure_configuration
 
 NEEDS = {
     "ceilings": ("jax",),
@@ -93,13 +93,8 @@ def ensure_model(model: Model, cache: Path) -> Path:
     Depending on `model.written` it holds a whole checkpoint, or the configuration and tokenizer alone.
     """
     name = f"{model.name}-{model.shape.hidden}x{model.shape.layers}"
-    if model.written:
-        return ensure_checkpoint(name, cache, model.shape)
-    path = cache / f"llama-{name}"
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(hf_config(model.shape)))
-    write_tokenizer(path, model.shape.vocab)
-    return path
+    ensure = ensure_checkpoint if model.written else ensure_configuration
+    return ensure(name, cache, model.shape)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from jaxserve.core.errors import ConfigError
 INTERVAL_S = 0.2  # between two scrapes
 RESTORE_TIMEOUT_S = 40.0  # for layers and pages to return after the load
 SETTLED = ("layers_by_precision", "kv_pages_total")  # series that are as at the start after a restore
-READY_S = 300.0
+READY_S = 600.0  # the 8B takes minutes to round its layers
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 WARM_UPS = 4  # requests
 MODEL_NAME = "model"

@@ -33,7 +33,7 @@ def draw(results: Sequence[Result], title: str) -> bytes:
     figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left", fontweight="bold")
     ttft, layers, pages, queue = figure.subplots(4, 1, sharex=True, height_ratios=heights)
     for axes in (ttft, layers, pages, queue):
-        _style(axes)
+        style_axes(axes)
     _ttft(ttft, runs)
     _layers(layers, runs)
     _pages(pages, runs)
@@ -46,7 +46,8 @@ def draw(results: Sequence[Result], title: str) -> bytes:
     return png(figure)
 
 
-def _style(axes: Axes) -> None:
+def style_axes(axes: Axes) -> None:
+    """Draw axes, ticks and grid as in every plot."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(INK)
     axes.tick_params(which="both", labelsize=8.5, colors=INK)

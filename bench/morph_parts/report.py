@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.morph_parts.plots import draw
-from bench.morph_parts.quality import agreements
+from bench.morph_parts.quality import MAX_SCORED_REQUESTS, agreements
 from bench.morph_parts.steady import PlanChange, plan_change_table
 from bench.morph_parts.summary import (
     LIGHT,
@@ -34,7 +34,7 @@ def write(results: Sequence[Result], setup: Setup, folder: Path, *, score: bool)
     With `score`, agreement with full precision is measured first.
     """
     if score:
-        _score(results, setup)
+        add_agreement(results, setup)
     found = cells(results)
     parts = [f"# {setup.name}", verdict_table(verdicts(found)), workload_tables(found)]
     if changes := [PlanChange(**row) for row in _rows(folder / EXCHANGES)]:
@@ -60,13 +60,13 @@ def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
     return load(path)["rows"] if path.is_file() else ()
 
 
-def _score(results: Sequence[Result], setup: Setup) -> None:
-    """Add the missing `agreement` to results, and save those results again."""
+def add_agreement(results: Sequence[Result], setup: Setup, *, requests: int = MAX_SCORED_REQUESTS) -> None:
+    """Add the missing `agreement`, from at most `requests` answers, to results, and save those results again."""
     missing = [result for result in results if "agreement" not in result]
     if not missing:
         return
     with LLM(setup.model, max_model_len=setup.max_model_len + 2, max_num_seqs=8, prefix_caching=False) as llm:
-        for result, found in zip(missing, agreements(llm, missing), strict=True):
+        for result, found in zip(missing, agreements(llm, missing, requests=requests), strict=True):
             result["agreement"] = None if found is None else asdict(found)
             save({key: value for key, value in result.items() if key != "path"}, result["path"])
 

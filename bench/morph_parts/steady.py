@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 
 from bench.morph_parts.measure import MODEL_NAME, started
-from bench.morph_parts.systems import INT4, PERFORMANCE, QUANTISED, Setup, envelope, systems
+from bench.morph_parts.systems import INT4, PERFORMANCE, QUANTISED, Setup, planned
 from jaxserve.bench.client import Client, Target
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.workload import Sample
@@ -58,8 +58,7 @@ def measure_plan_changes(setup: Setup, *, seconds: float, tokens: int) -> list[P
     """
     length = PROMPT + tokens
     setup = replace(setup, kv_pages=(SEQUENCES + 2) * length // 16 + 64, max_model_len=length, max_num_seqs=SEQUENCES)
-    room = envelope(setup)
-    known = systems(setup, room)
+    _, known = planned(setup)
     system, max_pages = known[PERFORMANCE], known[INT4].kv_pages
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "steps.log"

@@ -40,7 +40,7 @@ def cell(results: Sequence[Result]) -> Cell:
     errors = np.concatenate([np.array([bool(e) for e in r["errors"]], bool) for r in results])
     ttfts = np.concatenate([np.array(r["ttfts"], float) for r in results])[~errors]
     objective = results[0]["slo"]["ttft"] / 1e3
-    tpots = np.concatenate([_tpots(r) for r in results])
+    times_per_token = np.concatenate([tpots(r) for r in results])
     throughputs = [value for r in results if (value := saturated_throughput(r)) is not None]
     restored = [np.inf if r["restored_after_s"] is None else r["restored_after_s"] for r in results]
     outcomes = [r["adaptation"]["transitions"] for r in results]
@@ -51,7 +51,7 @@ def cell(results: Sequence[Result]) -> Cell:
         failed=int(errors.sum()),
         violations=float((errors.sum() + (ttfts > objective).sum()) / len(errors)) if len(errors) else None,
         ttft_s=_percentiles(ttfts, (50, 95, 99)),
-        tpot_ms=_percentiles(tpots * 1e3, (50, 99)),
+        tpot_ms=_percentiles(times_per_token * 1e3, (50, 99)),
         throughput=float(np.median(throughputs)) if throughputs else None,
         peak_pages=max(r["adaptation"]["peak_kv_pages"] for r in results),
         loss=_mean(r["cross_entropy"] / r["cross_entropy_full"] - 1 for r in results if r["cross_entropy"] is not None),
@@ -63,7 +63,8 @@ def cell(results: Sequence[Result]) -> Cell:
     )
 
 
-def _tpots(result: Result) -> np.ndarray:
+def tpots(result: Result) -> np.ndarray:
+    """Return the mean seconds per token after the first, of each complete answer of two tokens or more."""
     rows = zip(result["itls"], result["output_lens"], result["errors"], strict=True)
     return np.array([sum(gaps) / (count - 1) for gaps, count, error in rows if count > 1 and not error])
 
@@ -103,16 +104,16 @@ def cells(results: Iterable[Result]) -> dict[str, dict[str, Cell]]:
 # Functions of a cell, and of the cell of full precision under that workload.
 COLUMNS: dict[str, Callable[[Cell, Cell], str]] = {
     "requests": lambda c, _: f"{c.requests}" + (f" ({c.failed} failed)" if c.failed else ""),
-    "SLO violated": lambda c, _: _text(c.violations, "{:.1%}"),
+    "SLO violated": lambda c, _: text_of(c.violations, "{:.1%}"),
     "TTFT P50 / P95 / P99, s": lambda c, _: " / ".join(f"{v:.2f}" for v in c.ttft_s) if c.ttft_s else "-",
     "TPOT median / P99, ms": lambda c, _: " / ".join(f"{v:.1f}" for v in c.tpot_ms) if c.tpot_ms else "-",
     "peak KV pages": lambda c, full: f"{c.peak_pages} ({c.peak_pages / full.peak_pages:.2f}x)",
     "layers swapped": lambda c, _: f"{c.swapped:.1f}",
-    "loss": lambda c, _: _text(c.loss, "{:+.2%}"),
-    "agreement": lambda c, _: _text(c.agreement, "{:.1%}"),
-    "restored after, s": lambda c, _: _text(c.restored_s, "{:.1f}"),
+    "loss": lambda c, _: text_of(c.loss, "{:+.2%}"),
+    "agreement": lambda c, _: text_of(c.agreement, "{:.1%}"),
+    "restored after, s": lambda c, _: text_of(c.restored_s, "{:.1f}"),
     "transitions": lambda c, _: ", ".join(f"{n} {k}" for k, n in c.transitions.items()) or "-",
-    "gap in swaps": lambda c, _: _text(c.step_ratio, "{:.2f}x"),
+    "gap in swaps": lambda c, _: text_of(c.step_ratio, "{:.2f}x"),
 }
 
 
@@ -140,7 +141,8 @@ def _throughput(c: Cell, full: Cell) -> str:
     return f"{c.throughput:.0f} ({c.throughput / full.throughput:.2f}x)"
 
 
-def _text(value: float | None, form: str) -> str:
+def text_of(value: float | None, form: str) -> str:
+    """Return a formatted value, or "-" for None."""
     return "-" if value is None else form.format(value)
 
 
@@ -192,7 +194,7 @@ def verdicts(found: Cells) -> list[Verdict]:
             ),
             Verdict(
                 f"{LABELS[mode]}: restored within {RESTORED_S:g} s of the end, every time",
-                _text(longest, "at most {:.1f} s"),
+                text_of(longest, "at most {:.1f} s"),
                 None if longest is None else longest <= RESTORED_S,
             ),
             _no_transitions(found, mode),

@@ -1,8 +1,11 @@
 """The compared systems: one engine and one memory budget, used in several ways."""
 
 import math
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal
 
 from jaxserve.control.policies.loading import MORPH_MODES
 from jaxserve.core.config import EngineConfig
@@ -19,6 +22,7 @@ LABELS = {
     PERFORMANCE: "morph, performance",
 }
 QUANTISED = "int4"  # of the quantised static engine
+MAX_QUEUED = 100_000  # requests: none is refused, so that all that wait are measured
 # The mode of morph whose precisions a system's layers take.
 MODES = dict.fromkeys(NAMES, PERFORMANCE) | {ACCURACY: ACCURACY, INT8: INT8}
 
@@ -40,6 +44,7 @@ class Setup:
     max_num_seqs: int
     prefill_tokens: int = 256  # per step
     slo_ttft: float = 2.0  # s
+    load_format: Literal["auto", "dummy"] = "auto"
 
     @property
     def name(self) -> str:
@@ -94,6 +99,7 @@ def _resolved(setup: Setup, name: str, kv_pages: int, max_kv_pages: int | None =
     return resolve(
         EngineConfig(
             model=setup.model,
+            load_format=setup.load_format,
             policy=MODES[name],
             kv_pages=kv_pages,
             max_kv_pages=max_kv_pages,
@@ -102,6 +108,20 @@ def _resolved(setup: Setup, name: str, kv_pages: int, max_kv_pages: int | None =
             max_num_batched_tokens=setup.max_num_seqs + setup.prefill_tokens,
         )
     )
+
+
+def planned(setup: Setup) -> tuple[Envelope, dict[str, System]]:
+    """Return the envelope of static int4 and all systems, computed in a process of its own.
+
+    JAX takes the memory of an accelerator until its process ends, and the servers need that memory.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(_planned, setup).result()
+
+
+def _planned(setup: Setup) -> tuple[Envelope, dict[str, System]]:
+    room = envelope(setup)
+    return room, systems(setup, room)
 
 
 def systems(setup: Setup, room: Envelope) -> dict[str, System]:
@@ -133,8 +153,10 @@ def _adapting(setup: Setup, name: str) -> System:
 def _system(setup: Setup, name: str, room: Envelope, kv_pages: int, *own: str) -> System:
     max_pages = _max_pages(setup, room)
     common = (
-        *(str(setup.model), "--max-model-len", str(setup.max_model_len), "--max-num-seqs", str(setup.max_num_seqs)),
+        *(str(setup.model), "--load-format", setup.load_format),
+        *("--max-model-len", str(setup.max_model_len), "--max-num-seqs", str(setup.max_num_seqs)),
         *("--max-num-batched-tokens", str(setup.max_num_seqs + setup.prefill_tokens)),
+        *("--max-queued-requests", str(MAX_QUEUED), "--max-queued-tokens", str(MAX_QUEUED * setup.max_model_len)),
         *("--max-kv-pages", str(max_pages), "--memory-gb", f"{(_budget(setup, name, room) + 1) / 1e9:.9f}"),
     )
     return System(name, kv_pages, (*common, "--kv-pages", str(kv_pages), *own))

@@ -115,9 +115,15 @@ def _gaps(tokens: Tokens, begin: float, end: float) -> Floats:
 
 
 def transitions(result: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of transitions by outcome: "done", "failed"."""
+    """Return the number of transitions during the run by outcome: "done", "failed"."""
     found = server_series_by(result, "transitions_total", "outcome")
-    return {outcome: int(np.nanmax(values)) for outcome, values in found.items()}
+    return {outcome: count for outcome, values in found.items() if (count := increase(values))}
+
+
+def increase(counter: Floats) -> int:
+    """Return how much a counter rose during the run; before its first event it has no value (NaN)."""
+    values = np.nan_to_num(counter)
+    return int(values[-1] - values[0])
 
 
 def saturated_throughput(result: Mapping[str, Any]) -> float | None:

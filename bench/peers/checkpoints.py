@@ -50,6 +50,15 @@ def ensure_checkpoint(name: str, cache: Path, shape: Shape | None = None) -> Pat
     return path
 
 
+def ensure_configuration(name: str, cache: Path, shape: Shape) -> Path:
+    """Return the folder `name` under `cache` with a configuration and a tokenizer, for weights made at every start."""
+    path = cache / f"llama-{name}"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(hf_config(shape)))
+    write_tokenizer(path, shape.vocab)
+    return path
+
+
 def _write(shape: Shape, path: Path) -> None:
     """Write the index last: a checkpoint without an index is incomplete and is written again."""
     from safetensors.numpy import save_file

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from bench import demo
+from bench import demo, morph
 from bench.morph_parts.measure import run, started
 from bench.morph_parts.quality import adaptation_figures, profile_of
 from bench.morph_parts.steady import FEWER, MORE, measure_plan_changes
@@ -64,3 +64,18 @@ def test_the_demo_writes_the_three_results_and_a_page(tmp_path, monkeypatch):
         assert result["restored_after_s"] == 0
         assert {"output_throughput", "p95_ttft_ms", "median_tpot_ms", "slo_violation_rate"} <= result.keys()
     assert "<table" in (tmp_path / "report.html").read_text()
+
+
+def test_a_sweep_of_a_model_without_a_checkpoint_writes_figures_and_a_check_at_light_load(tmp_path, monkeypatch):
+    words = ["rates", "--models", "tiny", "--systems", "full,morph-performance", "--rates", "1.5", "--seconds", "0.5"]
+    monkeypatch.setattr(sys, "argv", ["morph", *words, "--out", str(tmp_path), "--cache-dir", str(tmp_path / "cache")])
+    assert morph.main() == 0
+    found = json.loads((tmp_path / "tiny" / "rates" / "rates.json").read_text())
+    assert [(row["multiple"], row["system"]) for row in found["rows"]] == [
+        (multiple, system) for multiple in (0.3, 1.5) for system in (FULL, PERFORMANCE)
+    ]
+    assert all(row["requests"] > 1 and row["failed"] == 0 for row in found["rows"])
+    assert all(0 < row["kv_used_max"] <= 1 and row["queue_mean_ms"] > 0 for row in found["rows"])
+    assert [check["system"] for check in found["light_load"]] == [PERFORMANCE]
+    assert found["light_load"][0]["answers"] == found["rows"][0]["requests"]
+    assert found["quantised_by"] == "layers rounded to the nearest"
