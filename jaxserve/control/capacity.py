@@ -95,14 +95,16 @@ class Capacity:
         context = int(sequences * workload.context)
         return self._seconds(StepLoad(shape.tokens, shape.rows, sequences, context, int(pairs)))
 
-    def seconds_to_start(self, workload: Workload, running: int, waiting: int) -> float:
+    def seconds_to_start(self, workload: Workload, running: int, waiting: int, room: int) -> float:
         """Return the estimated time (s) until the last of the waiting sequences has its first token.
 
-        Sequences that find no room wait until others end. The prompts of the others are computed at once.
+        There is room for `room` sequences at once. Those that find none wait until others end, and until fewer run if
+        more than that run now. The prompts of those that find room are computed at once.
         """
-        room = self.sequences(workload)
+        if not waiting:
+            return 0.0
         at_once = max(0, min(waiting, room - running))
-        blocked = waiting - at_once
+        blocked = max(waiting, waiting + running - room) - at_once
         largest = self.shapes.max_tiles * self.shapes.tile
         prompts = at_once * workload.prompt
         chunk = max(1, min(largest, ceil(prompts)))

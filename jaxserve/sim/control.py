@@ -12,6 +12,7 @@ from jaxserve.control.reconfigure import PlanFacts
 from jaxserve.control.record import Decision
 from jaxserve.control.transitions import Outcome
 from jaxserve.core.clock import Clock
+from jaxserve.engine.step_log import LoggedActuator
 from jaxserve.sim.actuator import Agenda, SimActuator
 from jaxserve.sim.cluster import Cluster
 from jaxserve.sim.hardware import Hardware, Link

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxserve.control.capacity import Capacity, Workload
+from jaxserve.control.capacity import Workload
 from jaxserve.control.plan import InstancePlan
 from jaxserve.control.policies.ladder import Ladder, Loss
 from jaxserve.control.policies.morph_settings import ACCURACY, MorphSettings
@@ -24,7 +24,7 @@ START = Snapshot()  # before the first step
 WORKLOAD_WINDOW = 30.0  # s; the workload is that of the last one to two windows
 EVIDENCE = 0.5  # s of steps from which the estimates are corrected
 EXHAUSTION = 2.0  # s; pages that are expected to last longer are not short
-HARM = 1.02  # factor on the tokens/s at which full precision is taken to be the faster one
+HARM = 1.05  # factor on the time to start at which full precision is taken to be the better one
 AT_RISK = 0.25  # share of `slo_ttft` after which a waiting sequence lifts the limit on sequences
 HEADROOM = 1.2  # factor on the load that a limit on sequences leaves room for
 LIMIT_INTERVAL = 5.0  # s that pass before another limit on sequences, unless it is lifted
@@ -58,50 +58,36 @@ class MorphState:
 
 @dataclass(frozen=True)
 class _Load:
-    """What an instance has to serve, and its speed on each level."""
+    """What an instance has to serve, and how well each level would serve it."""
 
     ladder: Ladder
     workload: Workload
-    running: int
-    waiting: int
-    wanted: int  # sequences that would run if there were room
+    running: int  # sequences
+    waiting: int  # sequences that wait, or are expected to
     tokens_per_s: float  # generated tokens that the arriving sequences ask for
-    level: int
-    biases: tuple[float, float]  # as in `MorphState`, on level 0 and on other levels
-
-    def capacity(self, level: int) -> Capacity:
-        return self.ladder.capacity(level)
+    level: int  # the present one
+    biases: tuple[float, float]  # seconds of steps as multiples of those expected, on level 0 and on other levels
 
     def room(self, level: int) -> int:
         """Return how many sequences a level has room for: at least what runs now, if it has as many pages."""
-        room = self.capacity(level).sequences(self.workload)
+        room = self.ladder.capacity(level).sequences(self.workload)
         more = self.ladder.plan(level).kv_pages >= self.ladder.plan(self.level).kv_pages
         return max(room, self.running) if more else room
 
-    def speed(self, level: int) -> float:
-        """Return the tokens/s of a level while the wanted sequences run, as far as it has room for them."""
-        sequences = min(self.wanted, self.room(level))
-        return self.capacity(level).tokens_per_s(self.workload, sequences) / self._bias(level)
-
     def most(self, level: int) -> float:
         """Return the tokens/s of a level while it is full."""
-        return self.capacity(level).tokens_per_s(self.workload, self.room(level)) / self._bias(level)
-
-    def gain(self, level: int) -> float:
-        """Return the factor by which a level is faster than the present one."""
-        return self.speed(level) / self.speed(self.level)
+        return self.room(level) / self.seconds_per_token(level, self.room(level))
 
     def seconds_to_start(self, level: int) -> float:
-        """Return the time (s) until the last waiting sequence has its first token."""
-        capacity = self.capacity(level)
-        return capacity.seconds_to_start(self.workload, self.running, self.waiting) * self._bias(level)
+        """Return the time (s) until the last waiting sequence has its first token on a level."""
+        capacity = self.ladder.capacity(level)
+        seconds = capacity.seconds_to_start(self.workload, self.running, self.waiting, self.room(level))
+        return seconds * self.biases[level > 0]
 
     def seconds_per_token(self, level: int, sequences: int) -> float:
         """Return the time (s) between two tokens of a sequence while `sequences` run."""
-        return sequences / self.capacity(level).tokens_per_s(self.workload, sequences) * self._bias(level)
-
-    def _bias(self, level: int) -> float:
-        return self.biases[level > 0]
+        speed = self.ladder.capacity(level).tokens_per_s(self.workload, sequences)
+        return sequences / speed * self.biases[level > 0]
 
 
 Answer = tuple[InstancePlan, MorphState, str]
@@ -213,10 +199,9 @@ class MorphPolicy:
         running, waiting = snapshot.num_running, snapshot.num_waiting
         arrivals = snapshot.recent.arrivals_per_s or 0.0
         growth = self._expected_usage(snapshot) / max(snapshot.kv_usage, 1e-9) if snapshot.kv_usage else 1.0
-        wanted = max(running + waiting, math.ceil(running * min(growth, 2.0)), 1)
-        return _Load(
-            state.ladder, workload, running, waiting, wanted, arrivals * workload.answer, state.level, (at_home, away)
-        )
+        waiting = max(waiting, math.ceil(running * min(growth, 2.0)) - running)
+        biases = (at_home, away)
+        return _Load(state.ladder, workload, running, waiting, arrivals * workload.answer, state.level, biases)
 
     def _expected_usage(self, snapshot: Snapshot) -> float:
         """Return the share of the KV pages in use when `EXHAUSTION` seconds have passed as the last ones did."""
@@ -252,16 +237,15 @@ class MorphPolicy:
             return plan, state, f"{text}, {passed:.1f} s after the last entry < {settings.entry_interval:g} s"
         if obstacle := self._no_need(snapshot, load):
             return self._limited(snapshot, plan, state, load, f"{text}, but {obstacle}")
-        level, gain = self._better_level(snapshot, load)
+        level = self._better_level(snapshot, load)
         if level == state.level:
-            gained = f"no change is estimated to gain {settings.min_gain:g}x"
-            left = "no change is left" if level == ladder.top else gained
+            left = "no change is left" if level == ladder.top else "no change is expected to help"
             return self._limited(snapshot, plan, state, load, f"{text}: {left}")
         wanted = ladder.plan(level).with_max_num_seqs(self._limit(snapshot, state, load, level))
         state = replace(state, last_entry=now, last_limit=now)
         state = replace(state, first_entry=now if state.first_entry is None else state.first_entry)
-        estimate = f"; estimated {gain:.2f}x the tokens/s"
-        return wanted, state, f"{text}, {self._need(snapshot, load)}: {_change_text(plan, wanted)}{estimate}"
+        start = _ms(snapshot.oldest_wait + load.seconds_to_start(level))
+        return wanted, state, f"{text}, {self._need(snapshot, load)}: {_change_text(plan, wanted)}; then within {start}"
 
     def _no_need(self, snapshot: Snapshot, load: _Load) -> str:
         """Return why the plan in force is expected to hold the objectives, as a text; "" if it is not."""
@@ -289,28 +273,26 @@ class MorphPolicy:
             return f"the last of {snapshot.num_waiting} waiting is expected to start within {_ms(start)}"
         return f"{self._expected_usage(snapshot):.0%} of the pages are expected to be in use in {EXHAUSTION:g} s"
 
-    def _better_level(self, snapshot: Snapshot, load: _Load) -> tuple[int, float]:
-        """Return the lowest level that is expected to serve the load in time, and its gain.
+    def _better_level(self, snapshot: Snapshot, load: _Load) -> int:
+        """Return the lowest level that is expected to serve the load in time, or else the one that serves it soonest.
 
-        If none is, return the one that gains most. The levels that are tried are further and further up. Return the
-        present level if no level gains enough.
+        The levels that are tried are further and further up. Return the present level if none is enough of a gain.
         """
-        settings, top = self.settings, load.ladder.top
-        urgent = snapshot.oldest_wait >= settings.urgent_delay * settings.slo_ttft
+        settings, top, waited = self.settings, load.ladder.top, snapshot.oldest_wait
+        urgent = waited >= settings.urgent_delay * settings.slo_ttft
         count = settings.urgent_layers if urgent else settings.entry_layers
-        best, best_gain = load.level, settings.min_gain
+        best, soonest = load.level, load.seconds_to_start(load.level) / settings.min_gain
         while load.level < top:
             level = min(load.level + count, top)
-            gain = load.gain(level)
-            if gain >= best_gain:
-                best, best_gain = level, gain
-                in_time = snapshot.oldest_wait + load.seconds_to_start(level) <= settings.hold * settings.slo_ttft
-                if in_time and load.most(level) >= load.tokens_per_s:
+            start = load.seconds_to_start(level)
+            if start <= soonest:
+                best, soonest = level, start
+                if waited + start <= settings.hold * settings.slo_ttft and load.most(level) >= load.tokens_per_s:
                     break
             if level == top:
                 break
             count *= 2
-        return best, best_gain
+        return best
 
     # -- sequences at once
 
@@ -367,10 +349,10 @@ class MorphPolicy:
     ) -> Answer | None:
         """Return the way back to the plan at the start if that is estimated to be faster, by what steps have taken."""
         initial = state.ladder.initial
-        home, here = load.speed(0), load.speed(load.level)
-        if home < HARM * here or snapshot.expected_seconds - state.planned.expected_seconds < EVIDENCE:
+        home, here = load.seconds_to_start(0), load.seconds_to_start(load.level)
+        if here < HARM * home or not here or snapshot.expected_seconds - state.planned.expected_seconds < EVIDENCE:
             return None
-        text = f"full precision is estimated at {home:.0f} tokens/s, this plan at {here:.0f}"
+        text = f"the last of {load.waiting} waiting is expected to start {_ms(here - home)} sooner in full precision"
         if snapshot.kv_pages_used <= initial.kv_pages - 1:
             state = self._with_biases(snapshot, replace(state, last_release=snapshot.time, first_entry=None))
             return initial, state, f"{text}: {_change_text(plan, initial)}"
