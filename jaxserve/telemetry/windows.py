@@ -210,7 +210,8 @@ class _Window(NamedTuple):
         return cumulative(self.last.snapshot) - cumulative(self.first.snapshot)
 
     def _per_second(self, amount: float) -> float | None:
-        return amount / self.seconds if self.seconds > 0 else None
+        seconds = self.seconds
+        return amount / seconds if seconds > 0 else None
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
