@@ -84,6 +84,13 @@ class _Load:
         seconds = capacity.seconds_to_start(self.workload, self.running, self.waiting, self.room(level))
         return seconds * self.biases[level > 0]
 
+    def keeps_up(self, level: int) -> bool:
+        """Return whether a level serves what arrives, or at least no less of it than the present level does.
+
+        Room for more sequences does not outlast a load that a level serves more slowly.
+        """
+        return self.most(level) >= min(self.tokens_per_s, self.most(self.level))
+
     def seconds_per_token(self, level: int, sequences: int) -> float:
         """Return the time (s) between two tokens of a sequence while `sequences` run."""
         speed = self.ladder.capacity(level).tokens_per_s(self.workload, sequences)
@@ -285,7 +292,7 @@ class MorphPolicy:
         while load.level < top:
             level = min(load.level + count, top)
             start = load.seconds_to_start(level)
-            if start <= soonest:
+            if start <= soonest and load.keeps_up(level):
                 best, soonest = level, start
                 if waited + start <= settings.hold * settings.slo_ttft and load.most(level) >= load.tokens_per_s:
                     break
