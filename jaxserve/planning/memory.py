@@ -92,9 +92,10 @@ class MemoryPlan:
 
     @cached_property
     def ledgers(self) -> DeviceLedgers:
-        """The ledgers of all devices by their index."""
-        devices = {device for instance in self.plan.instances for stage in instance.stages for device in stage.devices}
-        return DeviceLedgers(dict.fromkeys(sorted(devices), self.ledger))
+        """The ledgers of all devices by their index. That of the first device is `ledger`."""
+        stages = [stage for instance in self.plan.instances for stage in instance.stages]
+        first, *others = (device for stage in stages for device in stage.devices)
+        return DeviceLedgers({first: self.ledger} | {device: self.ledger.copy() for device in others})
 
     def device_entries(self, instance: InstancePlan) -> dict[int, dict[str, int]]:
         """Return the ledger entries of an instance's plan by device."""
