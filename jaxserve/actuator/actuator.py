@@ -208,8 +208,9 @@ class PlanActuator:
         try:
             return self._result(done)
         except Cancelled:
-            done.cancel()
-            raise
+            if done.cancel():
+                raise
+            return done.result()  # the function runs already
 
     def _result(self, future: Future) -> Any:
         """Wait for a future of the instance's thread. Raise `Cancelled` if the actuator is closed meanwhile.

@@ -178,28 +178,25 @@ class Reconfiguration:
     ) -> Waits[_Committed]:
         """Commit a batch between two steps, and wait for pages in use for a while."""
         patience_ends = self.now() + SHRINK_PATIENCE
-        held: list[Any] = []
+        held: Any = None
+
+        def commit_now() -> None:
+            nonlocal held
+            held = commit(self.name, self.instance, self.in_force, self.facts, batch, staged)
+
         while True:
             try:
-                fence = yield BetweenSteps(lambda: held.append(self._commit_now(batch, staged)))
-                return _Committed(batch, began, larger, fence, held[0])
+                fence = yield BetweenSteps(commit_now)
+                return _Committed(batch, began, larger, fence, held)
             except PagesInUse:
                 # Enough pages were free when the plan was decided. Sequences have taken some since; others end soon.
                 if self.now() >= patience_ends:
                     type(batch[0]).discard(batch, self.instance, staged)
                     raise
             except Exception:
-                if not held:
-                    type(batch[0]).discard(batch, self.instance, staged)
-                # Committed, although the driver gave up: no step runs any more, so that what was replaced is unused.
-                for replaced in held:
-                    yield from type(batch[0]).release(batch, self.instance, replaced)
+                type(batch[0]).discard(batch, self.instance, staged)
                 raise
             yield Sleep(self.now() + SHRINK_RETRY)
-
-    def _commit_now(self, batch: tuple[Transition, ...], staged: Any) -> Any:
-        """Commit a batch as a whole, or change nothing and raise. Called between two steps."""
-        return commit(self.name, self.instance, self.in_force, self.facts, batch, staged)
 
     def _finish(self, done: _Committed, report: Report, also: Sequence[Transition] = ()) -> Waits[None]:
         """Wait until the replaced memory is free, release it in the ledger, and report the outcomes.
@@ -239,14 +236,13 @@ def commit(
     before = in_force.instance(name)
     after = _after(before, batch)
     core = instance.core
-    with ExitStack() as undo:
+    with in_force.changing(after, len(batch)) as version, ExitStack() as undo:
         undo.callback(instance.use, before)
         undo.callback(core.replan, core.salt, core.plan_fields, core.cost)
-        core.replan(*facts.of(after, in_force.version + len(batch)))
+        core.replan(*facts.of(after, version))
         instance.use(after)
         held = type(batch[0]).commit(batch, instance, staged, undo)
         undo.pop_all()
-    in_force.commit(after, len(batch))
     return held
 
 

@@ -32,7 +32,8 @@ class Sleep:
 class BetweenSteps:
     """A wait until a function has run between two steps. The wait raises what the function raises.
 
-    Otherwise the wait's value is a fence: an object for `StepsEnded`.
+    If it raises `Cancelled`, the function has not run and never will. Otherwise the wait's value is a fence: an object
+    for `StepsEnded`.
     """
 
     function: Callable[[], None]
