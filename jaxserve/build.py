@@ -1,7 +1,8 @@
 """Construction of engines: all parts are made from an `EngineConfig`, connected and warmed up."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,9 @@ from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.compilation.cache import CompileCounter, use_persistent_cache
 from jaxserve.compilation.programs import Compiler
 from jaxserve.compilation.saved import saved_programs
-from jaxserve.control import InstancePlan, PlanInForce
+from jaxserve.control import InstancePlan, PlanInForce, Resources
 from jaxserve.control.controller import Controller
+from jaxserve.control.costs import MeasuredCosts, slow_precisions
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import POLICY_NAMES, load_policy
 from jaxserve.control.policy import ForesightPolicy, Policy
@@ -26,18 +28,20 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.machine import trim_heap
 from jaxserve.core.precision import assignment_id
 from jaxserve.core.progress import QUANTISING, READING, Progress, ignore_progress
+from jaxserve.core.step_load import Loads
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.model_tokenizer import load_tokenizer
-from jaxserve.engine.step_log import InstanceLog, LoggedController, StepLog
+from jaxserve.engine.step_log import CostsRecord, InstanceLog, LoggedController, StepLog
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.executor.blocks import BlockBuilder, LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.executor.pools import Pools
+from jaxserve.executor.timing import step_costs
 from jaxserve.executor.warmup import warm_variants
 from jaxserve.kernels import Pool, kv_pool
 from jaxserve.parallel.placement import POOL_AXES, Placement
@@ -47,6 +51,8 @@ from jaxserve.planning.spec import STATIC
 from jaxserve.sampling.device_sampler import DeviceSampler
 from jaxserve.scheduler import Scheduler
 from jaxserve.telemetry import EngineMetrics
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,7 @@ def build(
             seed=config.seed + index,
             plan_fields=resolved.plan_fields(instance, resolved.plan.version),
             index=index,
+            loads=Loads(resolved.buckets),
         )
         if config.warmup:
             executor.warm()
@@ -150,7 +157,7 @@ def build(
                 instance,
                 resolved.variants,
                 source.parameters,
-                policy.foresee(instance) if isinstance(policy, ForesightPolicy) else (),
+                _foreseen(policy, instance),
             )
             executor.settle()
             trim_heap()
@@ -162,8 +169,18 @@ def build(
     control = None
     if load and policy:
         _load_variants(resolved, executors, source, memory)
-        actuators = _build_actuators(resolved, instances, executors, source, metrics, in_force)
-        control = _build_control_plane(resolved, policy, load, instances, in_force, actuators, clock, step_log)
+        costs = None
+        if config.warmup and resolved.variants:
+            costs = _step_costs(resolved, executors[0], source, _foreseen(policy, resolved.plan.instances[0]))
+            for steps, instance in zip(instances, resolved.plan.instances, strict=True):
+                steps.core.replan(steps.core.salt, steps.core.plan_fields, costs.of(instance))
+            if step_log is not None:
+                step_log.write(CostsRecord(costs.to_dict()))
+            # Loaded again, now that steps were timed: foresight, which the warm-up needed, does not depend on that.
+            load = _policy_loader(resolved, costs)
+            policy = load(config.policy)
+        actuators = _build_actuators(resolved, instances, executors, source, metrics, in_force, costs)
+        control = _build_control_plane(resolved, policy, load, instances, in_force, actuators, clock, step_log, costs)
 
     def close() -> None:
         for part in (control, *actuators.values(), step_log):
@@ -209,6 +226,11 @@ def _load_variants(
             _run_on_pinned(executors[0], source, block, precision)
 
 
+def _foreseen(policy: Policy | None, instance: InstancePlan) -> Sequence[InstancePlan]:
+    """Return the plans that a policy may hold for long in an instance."""
+    return policy.foresee(instance) if isinstance(policy, ForesightPolicy) else ()
+
+
 def _build_actuators(
     resolved: Resolved,
     instances: Sequence[StepLoop],
@@ -216,6 +238,7 @@ def _build_actuators(
     source: LayerSource,
     metrics: EngineMetrics,
     in_force: PlanInForce,
+    costs: MeasuredCosts | None,
 ) -> Mapping[str, PlanActuator]:
     """Return an actuator for each instance by its name."""
     return {
@@ -228,7 +251,7 @@ def _build_actuators(
             in_force,
             ledgers=resolved.ledgers,
             entries=resolved.device_entries,
-            facts=PlanFacts(resolved.plan_fields),
+            facts=PlanFacts(resolved.plan_fields, costs),
             copy_rate=_copy_rate(resolved),
             copy_share=COPY_SHARES[resolved.devices[0].platform],
         )
@@ -248,9 +271,33 @@ def _copy_rate(resolved: Resolved) -> float:
     return COPY_RATES[resolved.devices[0].platform]
 
 
-def _policy_loader(resolved: Resolved) -> Callable[..., Policy]:
+def _step_costs(
+    resolved: Resolved, executor: BlockExecutor, source: LayerSource, foreseen: Sequence[InstancePlan]
+) -> MeasuredCosts:
+    """Return the measured costs of steps, and log which precisions are not faster than full precision."""
+    config, model = resolved.config, resolved.padded_model
+    facts = {
+        "page_size": config.page_size,
+        "kv_dtype": resolved.kv_dtype,
+        "kv_pages": resolved.plan.instances[0].kv_pages,
+        "max_model_len": resolved.max_model_len,
+        "fuse": config.fuse,
+        "fused": [plan.layer_precisions for plan in foreseen],
+    }
+    instance, variants = resolved.plan.instances[0], resolved.variants
+    costs = step_costs(executor, model, instance, variants, source.parameters, facts)
+    for sentence in slow_precisions(costs, model.dtype, resolved.buckets.max_num_seqs):
+        log.warning("%s", sentence)
+    return costs
+
+
+def _resources(resolved: Resolved, costs: MeasuredCosts | None) -> Resources:
+    return replace(resolved.resources(_copy_rate(resolved)), costs=costs)
+
+
+def _policy_loader(resolved: Resolved, costs: MeasuredCosts | None = None) -> Callable[..., Policy]:
     """Return `load_policy` with the arguments that describe this engine."""
-    resources, slo_ttft = resolved.resources(_copy_rate(resolved)), resolved.config.slo_ttft
+    resources, slo_ttft = _resources(resolved, costs), resolved.config.slo_ttft
     return partial(load_policy, resources=resources, swap_order=_swap_order(resolved), slo_ttft=slo_ttft)
 
 
@@ -263,9 +310,10 @@ def _build_control_plane(
     actuators: Mapping[str, PlanActuator],
     clock: Clock,
     step_log: StepLog | None,
+    costs: MeasuredCosts | None,
 ) -> ControlPlane:
     config = resolved.config
-    resources = resolved.resources(_copy_rate(resolved))
+    resources = _resources(resolved, costs)
     make_controller = Controller if step_log is None else partial(LoggedController, step_log)
     controller = make_controller(in_force, policy, resources, actuators)
     loops = dict(zip(actuators, instances, strict=True))

@@ -3,11 +3,13 @@
 JAX reports every compilation, or load from the persistent cache, to its monitoring listeners. `CompileCounter` is one.
 """
 
+import json
 import logging
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -42,6 +44,28 @@ def use_persistent_cache(folder: str | Path | None) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def persistent_folder(name: str) -> Path | None:
+    """Return a folder next to the compiled executables, None if there is no persistent cache in a local folder."""
+    folder = jax.config.jax_compilation_cache_dir
+    if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
+        return None
+    return Path(folder) / name
+
+
+def write_json(file: Path, value: Any, max_files: int) -> None:
+    """Write a JSON file as a whole, and delete the oldest in its folder beyond `max_files`.
+
+    Raise OSError if the file cannot be written.
+    """
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(json.dumps(value), encoding="utf-8")
+    partial.replace(file)
+    by_age = sorted(file.parent.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for old in by_age[max_files:]:
+        old.unlink(missing_ok=True)
 
 
 class CompileCounter:

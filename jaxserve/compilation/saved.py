@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxserve.compilation.cache import COMPILED
+from jaxserve.compilation.cache import COMPILED, persistent_folder, write_json
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.machine import processor_features
 from jaxserve.kernels import AttentionMeta, native
@@ -97,14 +97,8 @@ class SavedPrograms:
             return
         self._changed = False
         entries = {name: [entry.key, entry.kept, entry.results] for name, entry in list(self._entries.items())}
-        partial = self._file.with_suffix(f".{os.getpid()}.partial")
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(entries), encoding="utf-8")
-            partial.replace(self._file)
-            by_age = sorted(self._file.parent.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-            for old in by_age[MAX_INDICES:]:
-                old.unlink(missing_ok=True)
+            write_json(self._file, entries, MAX_INDICES)
         except OSError as error:
             log.warning("the next start will trace its programs again: %s", error)
 
@@ -114,11 +108,11 @@ def saved_programs(config: ModelConfig, devices: Sequence[jax.Device]) -> SavedP
 
     It is empty without a persistent cache, and on other platforms than CPU, where tracing registers the kernels' calls.
     """
-    folder = jax.config.jax_compilation_cache_dir
-    if not folder or "://" in folder or devices[0].platform != "cpu" or not jax.config.jax_enable_compilation_cache:
+    folder = persistent_folder(FOLDER)
+    if folder is None or devices[0].platform != "cpu":
         return SavedPrograms()
     try:
-        return SavedPrograms(Path(folder) / FOLDER / f"{_fingerprint(config, devices)}.json")
+        return SavedPrograms(folder / f"{fingerprint(config, devices)}.json")
     except Exception:
         log.debug("programs are not saved", exc_info=True)
         return SavedPrograms()
@@ -141,7 +135,7 @@ def _sharding_text(sharding: Sharding | None) -> str:
     return f"{sharding.spec if named else sharding}{[device.id for device in devices]}{sharding.memory_kind}"
 
 
-def _fingerprint(config: ModelConfig, devices: Sequence[jax.Device]) -> str:
+def fingerprint(config: ModelConfig, devices: Sequence[jax.Device]) -> str:
     """Return a digest of all that tracing depends on besides a program's signature."""
     settings = {name: repr(value) for name, value in jax.config.values.items() if "cache" not in name}
     facts = {

@@ -34,7 +34,10 @@ class CostModel(Protocol):
     """Step times for any plan."""
 
     def of(self, instance: InstancePlan) -> InstanceCost:
-        """Return the step times of an instance under a plan. Raise `ConfigError` if a precision has no costs."""
+        """Return the step times of an instance under a plan.
+
+        Raise `ConfigError` for a precision whose costs are unknown.
+        """
         ...
 
 

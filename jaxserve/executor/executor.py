@@ -5,7 +5,9 @@ step's tokens, which it does one step later.
 """
 
 from collections import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import jax
@@ -169,10 +171,8 @@ class BlockExecutor:
             assert blocks[index].placement == loaded.placement, "a layer is replaced on its own devices"
             replaced.append(blocks[index])
             blocks[index] = loaded
-        self._stages, self.blocks = stages_of(blocks), blocks
-        self._layer_calls.clear()
-        if self._fused is not None:
-            self._fused.blocks_changed()
+        self.blocks = blocks
+        self._use_stages(stages_of(blocks))
         return replaced
 
     def warm_layer(self, loaded: LoadedBlock) -> None:
@@ -201,6 +201,26 @@ class BlockExecutor:
                 if not shape.tiles:
                     self._compiler.fuse(self._fused, index, stage, shape, layers[stage.pools])
 
+    @contextmanager
+    def running(self, layers: abc.Sequence[LoadedBlock]) -> Iterator[None]:
+        """Run steps block by block through these decoder layers alone, while nothing else runs steps.
+
+        Each layer runs on its own devices. The results are wrong: such steps are only good to be timed.
+        """
+        stages, fused = self._stages, self._fused
+        self._fused = None
+        self._use_stages(
+            tuple(
+                replace(stage, layers=tuple(loaded for loaded in layers if loaded.placement == stage.placement))
+                for stage in stages
+            )
+        )
+        try:
+            yield
+        finally:
+            self._fused = fused
+            self._use_stages(stages)
+
     def close(self) -> None:
         """Free the parameters, the pools and the sampler's state. The executor cannot be used afterwards."""
         if self._fused is not None:
@@ -209,6 +229,12 @@ class BlockExecutor:
             array.delete()
         self.pools.close()
         self.sampler.close()
+
+    def _use_stages(self, stages: tuple[Stage, ...]) -> None:
+        self._stages = stages
+        self._layer_calls.clear()
+        if self._fused is not None:
+            self._fused.blocks_changed()
 
     def _index(self, block: str) -> int:
         return next(index for index, loaded in enumerate(self.blocks) if loaded.block == block)
