@@ -12,9 +12,9 @@ The speed of a shared machine changes from minute to minute, and near saturation
 of a request's. So each trace is simulated once more on the machine as it was in that run, by fitting the real server's
 step log. The remaining error is the simulator's own.
 
-With --policy, both adapt in few KV pages (`Preset.kv_pages`), and by default the load is a burst between two quiet
-parts. A second table compares how long transitions take: from the start of a transition's batch until the memory that
-it replaced is free.
+With --policy, both adapt in few KV pages (`Preset.kv_pages`), and by default the load is two bursts, after each of
+which layers return to full precision. A second table compares how long transitions take: from the start of a batch
+until the memory that it replaced is free.
 
 Writes the results of `bench` and `sim` to the folder, and fidelity.md with medians of the rounds side by side.
 """
@@ -49,8 +49,8 @@ from jaxserve.sim.run import SimExperiment, run_simulation
 from jaxserve.sim.shape import ModelShape
 
 # Shares of the machine's capacity in requests/s, one after the other for equal times.
-LOADS = {"below": (0.4,), "near": (0.8,), "above": (2.0,), "burst": (0.4, 2.0, 0.4)}
-STATIC_LOADS, ADAPTING_LOADS = "below,near,above", "burst"
+LOADS = {"below": (0.4,), "near": (0.8,), "above": (2.0,), "bursts": (0.4, *(2.0, 0.1, 0.1, 0.1) * 2)}
+STATIC_LOADS, ADAPTING_LOADS = "below,near,above", "bursts"
 ADAPTED = ("int8", "int4")  # precisions that layers may change to
 FIGURES = {  # key of a result: name in the table
     "mean_ttft_ms": "mean TTFT, ms",

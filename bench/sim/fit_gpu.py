@@ -13,6 +13,8 @@ gpu-serving/h200.json has the decode steps of a loaded server.
 - `overheads.layer` is the rest of the decode steps at batch 1. What the prefill step takes beyond that is norms and
   activations. It is proportional to the tokens, and part of the products' curve.
 - `overheads.step` and `overheads.sequence` are what decode steps of the loaded server take longer.
+- `overheads.transition`: gpu-transitions/h200.json has layers that change one after the other while 16 streams decode.
+  A change takes its copy, paced to 8 GB/s, and waits for steps, as in the simulator. The rest is this overhead.
 - int3 was not measured. XLA computes it as it does all precisions above 256 rows: it writes the weight in bfloat16 and
   multiplies that.
 
@@ -56,6 +58,9 @@ MAX_KERNEL_ROWS = 256  # of the kernels for fewer bits; XLA computes more rows
 ROWS = 8  # of a decode step at batch 1
 CONTEXT = 257  # tokens of that step
 PROMPT = 2048  # tokens of the prefill step
+PACE = 8e9  # bytes/s of copies while layers changed
+MOST_LAYERS = 16  # that changed one after the other
+STEPS_WAITED = 1.75  # by a change: until the next boundary, and for the steps dispatched before it
 HOPPER = {"h100": 132, "h800": 132, "h20": 78}  # GPUs with the H200's kernels: multiprocessors
 H200_PROCESSORS = 132
 XLA_ONLY = ("a100-40", "a100-80", "a800", "l4")
@@ -73,11 +78,32 @@ Seconds = Callable[[float], float]  # of a decoder layer's products, by rows
 
 
 @dataclass(frozen=True)
+class Change:
+    """A change of several layers' precision while streams decode."""
+
+    layers: int
+    after: str  # precision
+    seconds: float
+    step_seconds: float  # of the steps meanwhile
+
+    @property
+    def copy_seconds(self) -> float:
+        """The seconds of a layer's copy."""
+        return SHAPE.layer_bytes(self.after) / PACE
+
+    @property
+    def layer_seconds(self) -> float:
+        """The seconds of a layer's change."""
+        return self.seconds / self.layers
+
+
+@dataclass(frozen=True)
 class Results:
     """The measured seconds of one GPU."""
 
     cases: Mapping[str, Mapping[str, Any]]  # rows of `python -m bench.gpu`, by case; of a step, those of the fused tier
     served: Sequence[Mapping[str, Any]]  # decode steps of a loaded server
+    changes: Sequence["Change"]
 
     @classmethod
     def load(cls, folder: Path, name: str) -> "Results":
@@ -85,7 +111,9 @@ class Results:
         gpu = json.loads((folder / "gpu" / f"{name}.json").read_text(encoding="utf-8"))
         rows = [row for part in gpu["parts"].values() for row in part["rows"] if row.get("through") != "LLM"]
         served = json.loads((folder / "gpu-serving" / f"{name}.json").read_text(encoding="utf-8"))
-        return cls({row["case"]: row for row in rows if row.get("tier") != "block"}, served["steps"])
+        changed = json.loads((folder / "gpu-transitions" / f"{name}.json").read_text(encoding="utf-8"))
+        cases = {row["case"]: row for row in rows if row.get("tier") != "block"}
+        return cls(cases, served["steps"], list(changes(changed["rows"])))
 
     def seconds(self, case: str) -> float:
         """Return the seconds of a case."""
@@ -121,6 +149,19 @@ class Results:
         return [row["bytes"] / hardware.bandwidth / row["seconds"] for row in decodes if row["bytes"] > 1e8]
 
 
+def changes(rows: Sequence[Mapping[str, Any]]) -> Iterator[Change]:
+    """Yield the changes of layers in the results of `bench.gpu_parts.transitions`.
+
+    The memory after each change names the plan, and thereby how many layers had fewer bits before they were restored.
+    """
+    plans = [row["plan"] for row in rows if row["case"] == "memory"][1:]  # without the start
+    layers = 0
+    for plan, row in zip(plans, (row for row in rows if row["case"] == "change"), strict=False):
+        layers = int(match[1]) if (match := re.match(r"(\d+) layers", plan)) else layers
+        if not row["after"].endswith("pages"):
+            yield Change(layers, row["after"], row["seconds"], row["step_during_s"])
+
+
 # -- the H200
 
 
@@ -143,9 +184,11 @@ def fitted(known: Hardware, results: Results) -> Hardware:
     whole = {name: _plus(seconds, token / PROMPT) for name, seconds in products.items()}
     device = replace(bare, efficiency=shares | curves(whole, known), overheads=replace(none, layer=_rounded(layer)))
     step, sequence = served_overheads(device, results)
-    return replace(
-        device, overheads=replace(device.overheads, step=_rounded(step), sequence=_rounded(sequence)), measured=True
-    )
+    rest = [measured - waited for measured, waited in change_times(results).values()]
+    transition = mean(rest)
+    overheads = {"step": step, "sequence": sequence, "transition": transition}
+    rounded = {name: _rounded(value) for name, value in overheads.items()}
+    return replace(device, overheads=replace(device.overheads, **rounded), measured=True)
 
 
 def measured_products(precision: str, hardware: Hardware, results: Results) -> Seconds:
@@ -154,6 +197,19 @@ def measured_products(precision: str, hardware: Hardware, results: Results) -> S
     xla = {first: expanded(linear(results.products(FULL)), precision, hardware, results)(first)}
     xla |= {rows: seconds for rows, seconds in measured.items() if rows > MAX_KERNEL_ROWS}
     return _either(linear({rows: measured[rows] for rows in measured if rows <= MAX_KERNEL_ROWS}), linear(xla))
+
+
+def change_times(results: Results) -> dict[str, tuple[float, float]]:
+    """Return the seconds of a layer's change, and those of its copy and of the steps that it waits for, by precision.
+
+    Only changes of `MOST_LAYERS` layers count, in which the time of a decision is a small part.
+    """
+    found = {}
+    for precision in (FULL, "int8", "int4"):
+        most = [change for change in results.changes if (change.layers, change.after) == (MOST_LAYERS, precision)]
+        waited = STEPS_WAITED * mean(change.step_seconds for change in most)
+        found[precision] = (mean(change.layer_seconds for change in most), most[0].copy_seconds + waited)
+    return found
 
 
 def served_overheads(device: Hardware, results: Results) -> tuple[float, float]:
@@ -205,7 +261,8 @@ def derived(known: Hardware, h200: Hardware, results: Results) -> Hardware:
             found[precision] = _either(kernel, xla)
         else:
             found[precision] = xla
-    return replace(known, efficiency={**known.efficiency, **curves(found, known)})
+    overheads = replace(known.overheads, transition=h200.overheads.transition)
+    return replace(known, efficiency={**known.efficiency, **curves(found, known)}, overheads=overheads)
 
 
 def expanded(full: Seconds, precision: str, hardware: Hardware, results: Results) -> Seconds:
@@ -310,7 +367,7 @@ def rewritten(text: str, hardware: Hardware) -> str:
             knots = ", ".join(f"{tokens:g}: {share:g}" for tokens, share in curve.knots)
             line = textwrap.fill(f"  {name}: {{{knots}}}", 118, subsequent_indent="    ", break_on_hyphens=False)
             text = re.sub(rf"(?m)^  {name}: \{{[^}}]*\}}", line, text)
-    for name in ("step", "layer", "sequence"):
+    for name in ("step", "layer", "sequence", "transition"):
         text = re.sub(rf"(?m)^(  {name}: )[\d.e+-]+", rf"\g<1>{getattr(hardware.overheads, name):.1e}", text)
     return text
 
@@ -340,10 +397,13 @@ def comparison(hardware: Hardware, results: Results) -> list[tuple[str, float, f
         lines.append(
             (f"decode on a server, {row['concurrency']} at once", row["median_decode_s"], served_step(hardware, row))
         )
+    for name, (measured, waited) in change_times(results).items():
+        simulated = waited + hardware.overheads.transition
+        lines.append((f"change of a layer to {name}, of {MOST_LAYERS}", measured, simulated))
     for name in (FULL, "int8", "int4"):
-        simulated = products_of(hardware, name)
+        products = products_of(hardware, name)
         for rows, seconds in results.products(name).items():
-            lines.append((f"a layer's products, {name}, {rows} rows", seconds, simulated(rows)))
+            lines.append((f"a layer's products, {name}, {rows} rows", seconds, products(rows)))
     return lines
 
 

@@ -155,6 +155,7 @@ class SimActuator:
         entries: Callable[[InstancePlan], Entries],
         facts: PlanFacts,
         compile_seconds: float = 0.0,
+        batch_seconds: float = 0.0,
         warm: Collection[Signature] = (),
     ):
         """Carry out transitions of the instance called `name`; whoever owns the `agenda` advances it.
@@ -162,9 +163,10 @@ class SimActuator:
         `link` is the one of `links` over which weights come from the host to every device of a stage. `entries`
         returns the ledgers' bytes of a plan, and `facts` are what the engine core is told of it. Compiling takes
         `compile_seconds` for each signature that is new to the instance: that is neither in its plan nor in `warm`, and
-        was not compiled since.
+        was not compiled since. Before each commit the host works for `batch_seconds`.
         """
         self._clock, self._agenda, self._links = clock, agenda, links
+        self._batch_seconds = batch_seconds
         plan = in_force.instance(name)
         self.device = SimDevice(instance, plan, clock, links, link, compile_seconds, warm)
         self._reconfiguration = Reconfiguration(
@@ -241,7 +243,7 @@ class SimActuator:
             instance.after_dispatched(fence.passes)
             self._soon(fence)
 
-        instance.call(run)
+        self._agenda.add(self._clock.now() + self._batch_seconds, lambda: instance.call(run))
 
     def _soon(self, value: Any, error: Exception | None = None) -> None:
         """Go on after the present event, which is one of the instance's."""

@@ -105,6 +105,7 @@ def build_control(
                 entries=memory.device_entries,
                 facts=facts,
                 compile_seconds=hardware.overheads.compile,
+                batch_seconds=hardware.overheads.transition,
                 warm=[("layers", precision) for precision in memory.variants] if config.warmup else (),
             )
         )

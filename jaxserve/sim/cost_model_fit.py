@@ -27,7 +27,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.step_load import StepLoad
 from jaxserve.engine.step_log import Recording, Step
 from jaxserve.sim.chunk_cost import ChunkCost
-from jaxserve.sim.hardware import Curve, Hardware, Overheads
+from jaxserve.sim.hardware import Curve, Hardware
 from jaxserve.sim.shape import ModelShape
 
 HELD_OUT = 5  # every fifth step is held out of the fit
@@ -212,15 +212,8 @@ def _with_fitted(nominal: Hardware, found: Mapping[Unknown, float]) -> Hardware:
         for name, values in knots.items()
         if name not in OVERHEADS
     }
-    overheads = Overheads(
-        step=found["step", 0],
-        sequence=found["sequence", 0],
-        host=found["host", 0],
-        request=nominal.overheads.request,
-        prompt_token=nominal.overheads.prompt_token,
-        stream=nominal.overheads.stream,
-        compile=nominal.overheads.compile,
-    )
+    fitted = {name: found[name, 0] for name in OVERHEADS}
+    overheads = replace(nominal.overheads, layer=0.0, **fitted)
     rates = {name: nominal.rate(name) for name in curves if name not in ("attention", "prefill", "head")}
     return replace(nominal, measured=True, rates=rates, efficiency=curves, overheads=overheads)
 

@@ -84,6 +84,7 @@ class Overheads:
     prompt_token: float = 0.0
     stream: float = 0.0  # for each request and each answer that its instance is streaming at the time
     compile: float = 0.0  # for each executable
+    transition: float = 0.0  # for each batch of transitions: the host's work, and hand-overs between threads
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,15 @@ def test_what_is_compiled_late_costs_time() -> None:
     assert cold[1].time > warm[1].time
 
 
+def test_each_batch_costs_the_hosts_time() -> None:
+    slow = replace(CPU, overheads=Overheads(transition=0.04))
+    fast, late = (run(hardware, **MORPH)[0].control for hardware in (CPU, slow))
+    assert fast.outcomes
+    assert all(outcome.seconds > 0.0399 for outcome in late.outcomes)
+    done = [sum(len(decision.transitions) for decision in control.decisions) for control in (fast, late)]
+    assert done == [len(fast.outcomes), len(late.outcomes)]
+
+
 def test_the_order_of_swaps_is_from_the_middle_without_a_profile(tmp_path: Path) -> None:
     assert swap_order(BUNDLED, 8, ("int4", "bfloat16"), None) == PROFILE.order("int4")
     assert swap_order(tmp_path, 5, ("int4",), None) == swap_order(None, 5, ("int4",), None) == (2, 1, 3, 0, 4)

@@ -55,8 +55,10 @@ def test_fidelity_has_the_real_engine_beside_the_simulated_one(monkeypatch, tmp_
     short = ("--loads", "near", "--seconds", 1, "--rounds", 1, "--hardware", hardware)
     run(monkeypatch, "fidelity", "--models", "bundled", *short, "--out", tmp_path)
     found = rows(tmp_path / "fidelity.md")
-    assert [row[1] for row in found] == ["near"] * 4
-    assert all(float(cell.split()[0]) > 0 for row in found for cell in (row[3], row[4], row[6]))
+    assert [row[1] for row in found] == ["near"] * 5
+    *times, violations = found
+    assert all(float(cell.split()[0]) > 0 for row in times for cell in (row[3], row[4], row[6]))
+    assert violations[2] == "SLO violated, share"
     real, simulated = (load(tmp_path / f"bundled-near-{name}.json") for name in ("0", "0-simulated-own"))
     assert real["completed"] == simulated["completed"] >= 20
     assert real["total_output_tokens"] == simulated["total_output_tokens"]

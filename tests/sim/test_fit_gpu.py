@@ -58,6 +58,14 @@ def test_a_curve_has_few_knots_and_the_times_it_was_made_of():
         assert fit_gpu.roofline(hardware, "int4", rows) / curve(rows) == pytest.approx(2e-3 + 6e-6 * rows, rel=0.02)
 
 
+def test_changes_of_layers_have_their_number_of_layers():
+    found = {(change.layers, change.after) for change in RESULTS.changes}
+    assert found == {(layers, after) for layers in (1, 4, 16) for after in ("int8", "int4", "bfloat16")}
+    assert len(RESULTS.changes) == 18
+    by_layer = [change.layer_seconds for change in RESULTS.changes if change.layers == 16]
+    assert sorted(by_layer)[::2] == pytest.approx([0.0256, 0.0403, 0.0652], rel=0.01)
+
+
 def test_only_fitted_numbers_are_rewritten():
     text = (fit_gpu.configs_path("hardware") / "h200.yaml").read_text(encoding="utf-8")
     known = from_yaml(text)
@@ -72,7 +80,7 @@ def test_only_fitted_numbers_are_rewritten():
 
 
 def test_a_changed_result_is_noticed(tmp_path, monkeypatch, capsys):
-    for part in ("gpu", "gpu-serving"):
+    for part in ("gpu", "gpu-serving", "gpu-transitions"):
         (tmp_path / part).mkdir()
         found = json.loads((fit_gpu.RESULTS / part / "h200.json").read_text(encoding="utf-8"))
         for row in found.get("steps", ()):

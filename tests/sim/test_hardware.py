@@ -44,7 +44,7 @@ def test_a_number_is_a_share_that_holds_for_all():
 def test_what_is_left_out_is_nothing_or_the_platforms():
     hardware = from_yaml(TEXT)
     defaults = PLATFORMS["cpu"]
-    assert hardware.overheads == Overheads(0, 0, 0, 0, 0, 0, 0)
+    assert hardware.overheads == Overheads(0, 0, 0, 0, 0, 0, 0, 0, 0)
     assert (hardware.tile, hardware.prefill_tokens) == (defaults.tile, defaults.prefill_tokens)
     assert (hardware.max_num_seqs, hardware.min_rows) == (defaults.max_num_seqs, defaults.min_rows)
     assert hardware.head_curve is None

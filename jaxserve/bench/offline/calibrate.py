@@ -37,13 +37,16 @@ from jaxserve.core.precision import BITS, parse_precision
 from jaxserve.engine.step_log import Recording, read_log
 from jaxserve.planning.defaults import dtype_with_quantized
 from jaxserve.sim.cost_model_fit import OVERHEADS, Fit, fit, fit_frontend, measured_steps
-from jaxserve.sim.hardware import Curve, Hardware, Link, load_hardware, to_yaml
+from jaxserve.sim.hardware import Curve, Hardware, Link, Overheads, load_hardware, to_yaml
 from jaxserve.sim.shape import ModelShape
 
 READY_S = 600.0
 COPIED_BYTES = 64 << 20  # more than caches hold
 MATRIX_SIZE = 1024  # rows and columns
 PASSES = 7
+# For each batch of transitions. Calibration makes none. In bench.sim.fidelity, batches of an idle engine took 3 to 6 ms
+# longer than their copies.
+TRANSITION_S = 3e-3
 OUTSIDE = ("request", "prompt_token", "stream")  # overheads outside the engine
 
 
@@ -213,6 +216,7 @@ def _nominal(name: str, precisions: Sequence[str], progress: Progress) -> Hardwa
         prefill_tokens=1,
         max_num_seqs=1,
         min_rows=1,
+        overheads=Overheads(transition=TRANSITION_S),
         # On a CPU variants of layers are copied within memory.
         links={"pcie": Link(bandwidth / 2, 0.0)},
     )
