@@ -37,7 +37,7 @@ from bench.morph_parts.measure import run
 from bench.morph_parts.prepared import METHOD, is_prepared
 from bench.morph_parts.presets import BUNDLED, PRESETS, Preset, prompts_of, setup_of
 from bench.morph_parts.quality import adaptation_figures, profile_of
-from bench.morph_parts.rates import LIGHT_LOAD, Offered, Sweep, visits
+from bench.morph_parts.rates import LIGHT_LOAD, SATURATED, Offered, Sweep, visits
 from bench.morph_parts.report import EXCHANGES, add_agreement, read, write
 from bench.morph_parts.steady import measure_plan_changes
 from bench.morph_parts.summary import LIGHT, SATURATION
@@ -113,7 +113,8 @@ def _rates(name: str, setup: Setup, options: argparse.Namespace, deadline_s: flo
             missing += sweep.run(known[FULL], order)
     if results := rates.read(folder):
         if score:
-            add_agreement(results, setup, requests=SCORED_REQUESTS)
+            poisson = [result for result in results if result["multiple"] != SATURATED]
+            add_agreement(poisson, setup, requests=SCORED_REQUESTS)
         quantised_by = (
             f"layers prepared by {METHOD.upper()}" if is_prepared(setup.model) else "layers rounded to the nearest"
         )

@@ -169,6 +169,7 @@ class LightLoad:
     transitions: int
     identical: int  # answers that are equal to the letter
     answers: int
+    reason: str = ""  # of the first decision to change the plan
 
     @property
     def is_unharmed(self) -> bool:
@@ -189,7 +190,8 @@ def light_load(results: Iterable[Result]) -> list[LightLoad]:
         if pairs:
             same = [answer for run, full in pairs for answer in _same_answers(run, full)]
             transitions = sum(sum(run["adaptation"]["transitions"].values()) for run, _ in pairs)
-            found.append(LightLoad(system, transitions, sum(same), len(same)))
+            reason = next((decision["reason"] for run, _ in pairs for decision in run["decisions"]), "")
+            found.append(LightLoad(system, transitions, sum(same), len(same), reason))
     return found
 
 

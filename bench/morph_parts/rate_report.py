@@ -140,13 +140,14 @@ def _load(system: Sustained) -> str:
 def light_table(found: Sequence[LightLoad]) -> str:
     """Return Markdown with the check at light load."""
     return _table(
-        ["light load", "transitions", "answers as full precision's", "unharmed"],
+        ["light load", "transitions", "answers as full precision's", "unharmed", "first reason"],
         [
             [
                 LABELS[c.system],
                 f"{c.transitions}",
                 f"{c.identical} of {c.answers}",
                 "yes" if c.is_unharmed else "**no**",
+                c.reason or "-",
             ]
             for c in found
         ],
@@ -159,4 +160,4 @@ def _joined(values: Sequence[float | None], form: str) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

@@ -239,6 +239,13 @@ def test_any_difference_at_light_load_is_harm(changes):
     assert not check.is_unharmed
 
 
+def test_harm_at_light_load_names_the_first_reason():
+    decisions = [{"time": 1.0, "reason": reason} for reason in ("queue | 325 ms > 100 ms", "KV usage")]
+    (check,) = light_load([made_run(FULL, LIGHT_LOAD), made_run(ACCURACY, LIGHT_LOAD, decisions=decisions)])
+    assert check.reason == "queue | 325 ms > 100 ms"
+    assert rate_report.light_table([check]).endswith("| **no** | queue / 325 ms > 100 ms |")
+
+
 def test_light_load_is_compared_in_the_same_round():
     assert light_load([made_run(FULL, LIGHT_LOAD), made_run(ACCURACY, LIGHT_LOAD, round=1)]) == []
 
