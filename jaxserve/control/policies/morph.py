@@ -37,7 +37,7 @@ class MorphState:
     ladder: Ladder
     plan: InstancePlan  # that was in force when the policy was asked last
     level: int = 0  # of `plan`
-    planned: Snapshot = START  # when `plan` came into force
+    planned: Snapshot = START  # when `level` was reached
     older: Snapshot = START  # the begin of the workload's window
     newer: Snapshot = START  # the begin of the next window
     # Seconds that steps took, as a multiple of what was expected; None if that is not known.
@@ -49,6 +49,7 @@ class MorphState:
     last_entry: float = NEVER
     last_release: float = NEVER
     last_limit: float = NEVER
+    leaving: bool = False  # fewer sequences run, until the pages in use fit into full precision's
     release_arrivals: float = 0.0  # arrivals/s at the last release
     peak_arrivals: float = 0.0  # largest arrivals/s since the last release
     first_entry: float | None = None  # time of the first entry since the last release
@@ -178,7 +179,9 @@ class MorphPolicy:
             # As the same instance may come back as another object, it is compared only when it has changed.
             home = plan == state.ladder.initial
             level = 0 if home else state.ladder.level_of(plan)
-            state = replace(state, plan=plan, level=level, planned=snapshot)
+            if level != state.level:
+                state = replace(state, level=level, planned=snapshot, leaving=False)
+            state = replace(state, plan=plan)
         if snapshot.time - state.newer.time > WORKLOAD_WINDOW:
             state = replace(state, older=state.newer, newer=snapshot)
         return state
@@ -334,7 +337,7 @@ class MorphPolicy:
             return plan, state, text
         wanted, present = self._limit(snapshot, state, load, state.level), plan.max_num_seqs
         lifted = wanted == state.ladder.initial.max_num_seqs
-        if wanted == present or (lifted and not self._at_risk(snapshot, load)):
+        if wanted == present or state.leaving or (lifted and not self._at_risk(snapshot, load)):
             return plan, state, text
         if not lifted and snapshot.time - state.last_limit < LIMIT_INTERVAL:
             return plan, state, text
@@ -357,17 +360,19 @@ class MorphPolicy:
         """Return the way back to the plan at the start if that is estimated to be faster, by what steps have taken."""
         initial = state.ladder.initial
         home, here = load.seconds_to_start(0), load.seconds_to_start(load.level)
-        if here < HARM * home or not here or snapshot.expected_seconds - state.planned.expected_seconds < EVIDENCE:
+        factor = 1 / HARM if state.leaving else HARM
+        if here < factor * home or not here or snapshot.expected_seconds - state.planned.expected_seconds < EVIDENCE:
             return None
         text = f"the last of {load.waiting} waiting is expected to start {_ms(here - home)} sooner in full precision"
         if snapshot.kv_pages_used <= initial.kv_pages - 1:
             state = self._with_biases(snapshot, replace(state, last_release=snapshot.time, first_entry=None))
+            state = replace(state, leaving=False)
             return initial, state, f"{text}: {_change_text(plan, initial)}"
         drained = plan.with_max_num_seqs(load.room(0))
         if plan.max_num_seqs is not None and plan.max_num_seqs <= load.room(0):
             pages = f"{snapshot.kv_pages_used} pages in use > {initial.kv_pages - 1}"
             return plan, state, f"{text}, but {pages}"
-        return drained, replace(state, last_limit=snapshot.time), f"{text}: {_change_text(plan, drained)}"
+        return drained, replace(state, last_limit=snapshot.time, leaving=True), f"{text}: {_change_text(plan, drained)}"
 
     def _release(self, snapshot: Snapshot, plan: InstancePlan, state: MorphState) -> Answer:
         settings, now, ladder = self.settings, snapshot.time, state.ladder

@@ -35,7 +35,7 @@ class MorphSettings:
     max_loss: float = inf  # largest rise of the cross-entropy that the profile expects, as a share of full precision's
 
     # Benefit: what a change must be estimated to gain.
-    min_gain: float = 1.1  # factor by which the last waiting sequence must be expected to start sooner
+    min_gain: float = 1.07  # factor by which the last waiting sequence must be expected to start sooner
     hold: float = 0.5  # share of `slo_ttft` within which the last waiting sequence must be expected to start
     slo_tpot: float = inf  # s: objective for the time per output token; infinity: none
     few: bool = True  # run no more sequences at once than the load needs, while layers have fewer bits
