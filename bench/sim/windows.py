@@ -1,6 +1,6 @@
-"""The 72-second windows with four policies, simulated: Llama-3-8B on an L4.
+"""The 72-second windows with four policies, simulated: Llama-3-8B, by default on an L4.
 
-    python -m bench.sim.windows [--traces FOLDER]
+    python -m bench.sim.windows [--traces FOLDER] [--hardware l4-marlin]
 
 Full precision, int4, and morph in both modes run in the same memory. Windows are slowed and lengths are multiplied so
 that full precision is saturated at their peaks.
@@ -29,7 +29,9 @@ SLO = 2.0  # s
 
 def main() -> None:
     """Simulate each policy in each window and report."""
-    options = parser(__doc__).parse_args()
+    made = parser(__doc__)
+    made.add_argument("--hardware", default="l4", help="a name in configs/hardware or a YAML file")
+    options = made.parse_args()
     rows, violations = [], {}
     for window, (file, profile, rate, stretch, scale) in WINDOWS.items():
         shape = {"stretch": stretch, "scale_lengths": scale}
@@ -38,7 +40,9 @@ def main() -> None:
         else:
             trace = TraceOptions(synthetic=profile, duration=72.0, rate=rate, **shape)
         for name, chosen in SYSTEMS.items():
-            cluster = ClusterOptions(model="llama-3-8b", hardware="l4", max_model_len=8192, slo_ttft=SLO, **chosen)
+            cluster = ClusterOptions(
+                model="llama-3-8b", hardware=options.hardware, max_model_len=8192, slo_ttft=SLO, **chosen
+            )
             result = simulated(cluster, trace, label=name, slo_s=SLO)
             violations[window, name] = 100 * result["slo_violation_rate"]
             pages, restored = result["server"]["kv_pages_total"], result.get("restored_after_s")
@@ -58,7 +62,7 @@ def main() -> None:
     axis.set(xticks=range(len(WINDOWS)), xticklabels=list(WINDOWS), ylabel="SLO violations, %")
     axis.legend()
     where = "the published ones" if options.traces is not None else "generated with their profiles"
-    text = "# 72-second windows, Llama-3-8B on an L4, simulated\n\n"
+    text = f"# 72-second windows, Llama-3-8B on {options.hardware}, simulated\n\n"
     text += f"Windows: {where}, slowed until full precision saturates in the peaks; SLO {SLO:g} s.\n"
     text += "KV pools grow in segments, as on GPU.\n\n"
     written(options.out, "windows", text + table(header, rows), figure)
