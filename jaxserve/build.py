@@ -320,7 +320,7 @@ def _build_control_plane(
     return ControlPlane(
         controller,
         resources,
-        resolved.ledger,
+        resolved.ledgers,
         clock,
         snapshots=lambda: {name: steps.core.snapshot for name, steps in loops.items()},
         policy_names=POLICY_NAMES,
@@ -357,7 +357,7 @@ def _step_log_header(resolved: Resolved) -> dict[str, Any]:
         "policy": str(config.policy),
         "slo_ttft": config.slo_ttft,
         "swap_order": _swap_order(resolved) if controlled else (),
-        "resources": asdict(resources) | {"layer_bytes": [(*key, n) for key, n in resources.layer_bytes.items()]},
+        "resources": resource_facts(resources, resolved.plan),
     }
 
 

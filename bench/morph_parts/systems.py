@@ -82,7 +82,7 @@ def envelope(setup: Setup, name: str = INT4) -> Envelope:
     Raise ConfigError for sizes that do not fit together.
     """
     resolved = _resolved(setup, name, setup.kv_pages)
-    (stage,) = resolved.stages
+    (stage,) = resolved.plan.instances[0].stages
     full, layers = resolved.padded_model.dtype, resolved.padded_model.num_layers
 
     def layers_in(precisions: tuple[str, ...]) -> int:
@@ -90,7 +90,12 @@ def envelope(setup: Setup, name: str = INT4) -> Envelope:
         return sum(resolved.layer_bytes[f"layers.{layer}", precision] for layer, precision in named)
 
     return Envelope(
-        stage.page, layers_in(()), layers_in(swap_precisions(name, layers)), stage.swap_buffer, full, layers
+        resolved.limits.page_bytes(stage),
+        layers_in(()),
+        layers_in(swap_precisions(name, layers)),
+        resolved.limits.stage_entries(stage).get("exchange", 0),
+        full,
+        layers,
     )
 
 
@@ -175,5 +180,5 @@ def _max_pages(setup: Setup, room: Envelope) -> int:
 def _budget(setup: Setup, name: str, room: Envelope) -> int:
     """Return the bytes that an adapting server needs exactly for the pages that it starts with."""
     resolved = _resolved(setup, name, _first_pages(setup, room), _max_pages(setup, room))
-    (stage,) = resolved.plan.instances[0].stages
-    return resolved.resources(copy_rate=1.0).stage_bytes(0, stage)
+    (needed,) = resolved.limits.device_bytes(*resolved.plan.instances).values()
+    return needed

@@ -7,7 +7,7 @@ jaxserve serve --variant int8 --policy examples/policies/busy_int8.py:BusyInt8
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxserve.control import Plan, Proposal, Resources, block_chain, parallel_plan
+from jaxserve.control import Plan, Proposal, Resources, SizeTable, block_chain, parallel_plan
 from jaxserve.control.plan_yaml import plan_table
 from jaxserve.telemetry import Smoother, Snapshot
 
@@ -44,8 +44,9 @@ def main() -> None:
     plan = parallel_plan(
         block_chain("bfloat16", ["bfloat16"] * 4, "bfloat16"), kv_pages=101, tp=1, pp=1, dp=1, devices=1
     )
-    sizes = {(f"layers.{n}", name): size for n in range(4) for name, size in {"bfloat16": 200, "int8": 100}.items()}
-    resources = Resources(2800, (1000,), sizes, (10,), min_pages=17, max_pages=1000, copy_rate=1e9)  # bytes
+    layers = {(f"layers.{n}", name): size for n in range(4) for name, size in {"bfloat16": 200, "int8": 100}.items()}
+    sizes = SizeTable(layers, fixed={"embed": 1000}, pages={"layers.0": 10})  # bytes
+    resources = Resources(2800, sizes, min_pages=17, max_pages=1000, copy_rate=1e9)
     policy, smoother = BusyInt8(resources, (2, 1, 3, 0)), Smoother(window=5.0)
     state = policy.init(plan)
     for second in range(30):

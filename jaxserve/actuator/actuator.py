@@ -11,9 +11,9 @@ from concurrent.futures import Future, TimeoutError as NotYet
 from typing import Any
 
 from jaxserve.actuator.copying import LayerSource, Throttle
-from jaxserve.control.ledger import DeviceLedgers
+from jaxserve.control.ledger import DeviceEntries, DeviceLedgers
 from jaxserve.control.plan import InstancePlan, PlanInForce
-from jaxserve.control.reconfigure import Cancelled, Entries, PlanFacts, Reconfiguration
+from jaxserve.control.reconfigure import Cancelled, PlanFacts, Reconfiguration
 from jaxserve.control.transitions import BetweenSteps, Outcome, Sleep, StepsEnded, Transition, Waits
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
@@ -92,7 +92,7 @@ class PlanActuator:
         in_force: PlanInForce,
         *,
         ledgers: DeviceLedgers,
-        entries: Callable[[InstancePlan], Entries],
+        entries: Callable[[InstancePlan], DeviceEntries],
         facts: PlanFacts,
         copy_rate: float,
         copy_share: float,

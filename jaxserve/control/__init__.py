@@ -20,6 +20,7 @@ __all__ = [
     "Proposal",
     "ResizeKVPool",
     "Resources",
+    "SizeTable",
     "StagePlan",
     "SwapPrecision",
     "Transition",

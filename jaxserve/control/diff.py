@@ -86,7 +86,9 @@ def _swaps(before: InstancePlan, after: InstancePlan, resources: Resources) -> I
                     f"{old.block} is {old.precision} and cannot change to {new.precision!r}: "
                     "only decoder layers can change"
                 )
-            old_bytes, new_bytes = (resources.bytes_taken(old.block, block.precision) for block in (old, new))
+            old_bytes, new_bytes = (
+                resources.bytes_taken(old.block, block.precision, old_stage.tp) for block in (old, new)
+            )
             yield SwapPrecision(
                 before.name,
                 old.block,
@@ -101,8 +103,8 @@ def _swaps(before: InstancePlan, after: InstancePlan, resources: Resources) -> I
 
 def _resizes(before: InstancePlan, after: InstancePlan, resources: Resources) -> Iterator[ResizeKVPool]:
     if before.kv_pages != after.kv_pages:
-        taken = resources.pages_taken(after.kv_pages) - resources.pages_taken(before.kv_pages)
-        change = taken * max(resources.page_bytes)
+        resized = before.with_kv_pages(after.kv_pages)
+        change = max(resources.change(before, resized).values(), key=abs)
         seconds = max(0, -change) / resources.copy_rate
         yield ResizeKVPool(before.name, before.kv_pages, after.kv_pages, change, seconds)
 

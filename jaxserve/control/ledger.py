@@ -1,17 +1,20 @@
-"""The ledger, which checks the resident bytes of one memory (a device's or the host's) against its budget."""
+"""The ledgers, which check the resident bytes of each device against its budget before memory is taken."""
 
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from jaxserve.core.errors import MemoryBudgetError
+
+DeviceEntries = Mapping[int, Mapping[str, int]]  # device -> name of an entry -> bytes
 
 
 class Ledger:
     """A ledger of named entries in bytes, which are checked against the budget before the memory is taken."""
 
-    def __init__(self, budget: int):
+    def __init__(self, budget: int, entries: Mapping[str, int] | None = None):
         self.budget = budget
-        self.entries: dict[str, int] = {}
+        self.entries: Mapping[str, int] = dict(entries or {})
 
     def copy(self) -> "Ledger":
         """Return a ledger with the same budget and entries."""
@@ -29,20 +32,9 @@ class Ledger:
         """Bytes of the budget that remain."""
         return self.budget - self.used
 
-    def reserve(self, name: str, size: int) -> None:
-        """Add an entry of `size` bytes under a new name. Raise `MemoryBudgetError` if it does not fit the budget."""
-        assert name not in self.entries, name
-        if size > self.free:
-            needed = (self.used + size) / 1e9
-            raise MemoryBudgetError(
-                f"{name} needs {size / 1e9:.3f} GB, {self.free / 1e9:.3f} GB of the budget of "
-                f"{self.budget / 1e9:.3f} GB are left; at least {needed:.3f} GB are needed (memory_gb)"
-            )
-        self.entries[name] = size
-
     def check(self, entries: Mapping[str, int]) -> None:
         """Raise `MemoryBudgetError` if the ledger would exceed the budget with these entries."""
-        total = sum((self.entries | dict(entries)).values())
+        total = sum({**self.entries, **entries}.values())
         if total > self.budget:
             sizes = ", ".join(f"{name} {size / 1e9:.3f} GB" for name, size in entries.items())
             raise MemoryBudgetError(
@@ -52,33 +44,63 @@ class Ledger:
     def update(self, entries: Mapping[str, int]) -> None:
         """Set the sizes of entries. Raise `MemoryBudgetError` if they exceed the budget; then nothing changes."""
         self.check(entries)
-        self.entries |= entries
+        # Another mapping, because other threads may be reading the old one.
+        self.entries = {**self.entries, **entries}
 
 
-class DeviceLedgers:
-    """The ledgers of several devices by their index, changed together or not at all. Thread-safe."""
+class DeviceLedgers(Mapping[int, Ledger]):
+    """The ledgers of several devices by their index, changed together or not at all. Thread-safe.
+
+    Every owner, such as an instance, has entries of its own. A ledger shows their sums: instances may share a device.
+    """
 
     def __init__(self, ledgers: Mapping[int, Ledger]):
+        """The entries that `ledgers` have already belong to no owner, and stay."""
         self._ledgers, self._lock = dict(ledgers), threading.Lock()
+        self._owned: dict[str, DeviceEntries] = {}
 
     def __getitem__(self, device: int) -> Ledger:
         return self._ledgers[device]
 
-    def check(self, entries: Mapping[int, Mapping[str, int]]) -> None:
-        """Raise `MemoryBudgetError` that names the device if a ledger would exceed its budget with these entries."""
-        with self._lock:
-            self._check(entries)
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ledgers)
 
-    def update(self, entries: Mapping[int, Mapping[str, int]]) -> None:
-        """Set the sizes of entries by device. Raise `MemoryBudgetError` if they do not fit; then nothing changes."""
-        with self._lock:
-            self._check(entries)
-            for device, sizes in entries.items():
-                self._ledgers[device].update(sizes)
+    def __len__(self) -> int:
+        return len(self._ledgers)
 
-    def _check(self, entries: Mapping[int, Mapping[str, int]]) -> None:
-        for device, sizes in entries.items():
+    @property
+    def fullest(self) -> Ledger:
+        """The ledger with the fewest free bytes."""
+        return min(self._ledgers.values(), key=lambda ledger: ledger.free)
+
+    def check(self, owner: str, entries: DeviceEntries) -> None:
+        """Raise `MemoryBudgetError` that names the device if a budget would be exceeded with these entries of an owner.
+
+        They replace all entries that the owner has.
+        """
+        with self._lock:
+            self._checked_sums(owner, entries)
+
+    def update(self, owner: str, entries: DeviceEntries) -> None:
+        """Replace all entries of an owner.
+
+        Raise `MemoryBudgetError` that names the device if they exceed its budget; then nothing changes.
+        """
+        with self._lock:
+            for device, sums in self._checked_sums(owner, entries).items():
+                self._ledgers[device].update(sums)
+            self._owned[owner] = {device: dict(sizes) for device, sizes in entries.items()}
+
+    def _checked_sums(self, owner: str, entries: DeviceEntries) -> dict[int, dict[str, int]]:
+        """Return the sums over all owners on each device that changes. Raise `MemoryBudgetError` if they do not fit."""
+        before, all_sums = self._owned.get(owner, {}), {}
+        for device in {**before, **entries}:
+            sums = Counter(self._ledgers[device].entries)
+            sums.subtract(before.get(device, {}))
+            sums.update(entries.get(device, {}))
             try:
-                self._ledgers[device].check(sizes)
+                self._ledgers[device].check(sums)
             except MemoryBudgetError as error:
                 raise MemoryBudgetError(f"device {device}: {error}") from None
+            all_sums[device] = dict(sums)
+        return all_sums

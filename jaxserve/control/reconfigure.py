@@ -8,14 +8,14 @@ A batch of transitions is committed between the same two steps. The procedure is
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 from jaxserve.control.costs import CostModel, InstanceCost
-from jaxserve.control.ledger import DeviceLedgers
+from jaxserve.control.ledger import DeviceEntries, DeviceLedgers
 from jaxserve.control.plan import InstancePlan, PlanInForce
 from jaxserve.control.transitions import (
     BetweenSteps,
@@ -40,7 +40,6 @@ SWAP_BUFFER = "exchange"  # the ledger's entry for what is resident beside a pla
 SHRINK_PATIENCE = 0.3
 SHRINK_RETRY = 0.02  # seconds between two attempts
 
-Entries = Mapping[int, Mapping[str, int]]  # device -> name -> bytes
 # Called with an outcome, and with the exception behind its error.
 Report = Callable[[Outcome, Exception | None], None]
 
@@ -81,7 +80,7 @@ class Reconfiguration:
     instance: RunningInstance
     in_force: PlanInForce
     ledgers: DeviceLedgers
-    entries: Callable[[InstancePlan], Entries]  # the plan's bytes, by device and name
+    entries: Callable[[InstancePlan], DeviceEntries]  # the plan's bytes, by device and name
     facts: PlanFacts
     now: Callable[[], float]  # s
 
@@ -137,7 +136,7 @@ class Reconfiguration:
 
     def _fits(self, batch: Sequence[Transition], pending: _Committed | None) -> bool:
         try:
-            self.ledgers.check(self._needs(batch, pending)[1])
+            self.ledgers.check(self.name, self._needs(batch, pending)[1])
         except MemoryBudgetError:
             return False
         return True
@@ -145,10 +144,10 @@ class Reconfiguration:
     def _book(self, batch: Sequence[Transition], pending: _Committed | None) -> InstancePlan:
         """Book the memory that a batch needs while it is carried out, and return the plan that is booked."""
         larger, entries = self._needs(batch, pending)
-        self.ledgers.update(entries)
+        self.ledgers.update(self.name, entries)
         return larger
 
-    def _needs(self, batch: Sequence[Transition], pending: _Committed | None) -> tuple[InstancePlan, Entries]:
+    def _needs(self, batch: Sequence[Transition], pending: _Committed | None) -> tuple[InstancePlan, DeviceEntries]:
         """Return the larger of the plans before and after a batch, and the entries while it is carried out.
 
         In addition to the larger plan, the batch and the pending one have the smaller variants of their layers
@@ -169,7 +168,7 @@ class Reconfiguration:
         return larger, entries
 
     def _release_memory(self) -> None:
-        self.ledgers.update(self.entries(self.in_force.instance(self.name)))
+        self.ledgers.update(self.name, self.entries(self.in_force.instance(self.name)))
 
     # -- commit and release
 

@@ -49,7 +49,7 @@ def sample(now: float, plan: Plan, seen: Mapping[str, Snapshot], resources: Reso
     for instance in plan.instances:
         snapshot = seen[instance.name]
         precisions.update(instance.layer_precisions)
-        page = sum(size * stage.tp for size, stage in zip(resources.page_bytes, instance.stages, strict=True))
+        page = sum(resources.page_bytes(stage) * stage.tp for stage in instance.stages)
         used += page * snapshot.kv_pages_used
         pages = snapshot.kv_pages_total + 1  # the null page included
         free += page * (pages - snapshot.kv_pages_used)

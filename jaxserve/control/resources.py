@@ -1,14 +1,16 @@
-"""The limits that the machine and the model set for a plan, in bytes of one device."""
+"""The limits that the machine and the model set for a plan, in bytes by device."""
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jaxserve.control.costs import CostModel
 from jaxserve.control.plan import InstancePlan, Plan, StagePlan
+from jaxserve.control.stage_sizes import StageSizes
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.errors import PlanError
-from jaxserve.core.kv_layout import pages_covered, pages_filling
+from jaxserve.core.kv_layout import pages_covered
 from jaxserve.core.renamed import Renamed
 from jaxserve.core.step_shapes import Buckets
 
@@ -17,22 +19,22 @@ DEFAULT_SHAPES = Buckets(max_num_seqs=256, max_tiles=64, tile=32, min_rows=1, wi
 
 @dataclass(frozen=True)
 class Resources:
-    """Limits of an instance's plan, the same for all instances. Bytes are those on each device of a stage.
+    """Limits of plans. Bytes are those on each device.
 
-    `fixed` is what a stage takes under every plan: runtime, workspace, embedding and head, granules of the pools,
-    pinned variants, and the swap buffer. The swap buffer has room for the smaller variant of one layer, so that a swap
-    needs no more memory than the larger of the plans before and after it.
+    Next to the parts that `sizes` knows, KV pages and the process itself take memory. The swap buffer among these parts
+    has room for the smaller variant of one layer, so that a swap needs no more memory than the larger of the plans
+    before and after it.
     """
 
     budget: int  # bytes of each device
-    fixed: tuple[int, ...]  # by stage
-    layer_bytes: Mapping[tuple[str, str], int]  # (decoder layer, precision it may have) -> bytes
-    page_bytes: tuple[int, ...]  # by stage: one KV page in the pools of all of its layers
+    sizes: StageSizes
     min_pages: int  # smallest number of KV pages, the null page included, as in all numbers of pages here
     max_pages: int  # largest number of KV pages that the pools have room for
     copy_rate: float  # bytes/s of copies from host memory while steps go on
-    in_place: tuple[str, ...] = ()  # precisions in which layers run on their pinned variants and take no more memory
+    runtime: int = 0  # bytes of each device that the process takes besides arrays
     segments: tuple[int, ...] = ()  # pages of each segment that pools grow by; () if they grow page by page
+    granule: int = 0  # bytes that a pool which grows page by page may take beyond its pages
+    start_pages: int = 0  # KV pages at the start; until a pool has more, it takes no more than it has room for
     # What steps cost under any plan; None if it is unknown. It is no limit, and no part of equality.
     costs: CostModel | None = field(default=None, compare=False, repr=False)
     shapes: Buckets = DEFAULT_SHAPES  # of steps
@@ -41,63 +43,162 @@ class Resources:
     most_pages = Renamed("max_pages")
     kept = Renamed("in_place")
 
+    @property
+    def in_place(self) -> tuple[str, ...]:
+        """Precisions in which layers run on their pinned variants and take no more memory."""
+        return self.sizes.in_place
+
+    # -- one layer
+
     def precisions(self, block: str) -> tuple[str, ...]:
         """Return the precisions that a decoder layer may have, the largest first; () for other blocks."""
-        sizes = {precision: size for (name, precision), size in self.layer_bytes.items() if name == block}
-        return tuple(sorted(sizes, key=lambda precision: -sizes[precision]))
+        return self.sizes.precisions(block)
 
-    def bytes_of(self, block: str, precision: str) -> int:
-        """Return the bytes of a decoder layer. Raise `PlanError` if it cannot have this precision."""
-        try:
-            return self.layer_bytes[block, precision]
-        except KeyError:
-            known = self.precisions(block)
-            allowed = f"choose from {', '.join(known)}" if known else "it cannot change"
-            raise PlanError(f"{block} cannot have precision {precision!r}: {allowed} (variants)") from None
-
-    def bytes_taken(self, block: str, precision: str) -> int:
-        """Return the bytes that a decoder layer adds to `fixed`: 0 if it uses its pinned variant in place.
+    def bytes_of(self, block: str, precision: str, tp: int | None = None) -> int:
+        """Return the bytes of a decoder layer on each of `tp` devices, by default as many as at the start.
 
         Raise `PlanError` if it cannot have this precision.
         """
-        size = self.bytes_of(block, precision)
+        self._check_precision(block, precision)
+        return self.sizes.block(block, precision, tp)
+
+    def bytes_taken(self, block: str, precision: str, tp: int | None = None) -> int:
+        """Return the bytes that a decoder layer takes besides pinned variants: 0 if it uses its own one in place.
+
+        Raise `PlanError` if it cannot have this precision.
+        """
+        size = self.bytes_of(block, precision, tp)
         return 0 if precision in self.in_place else size
 
-    def weight_bytes(self, stage: StagePlan) -> int:
-        """Return the bytes that a stage's decoder layers add to `fixed`.
+    def smallest(self, instance: InstancePlan) -> InstancePlan:
+        """Return an instance's plan with all layers in the precisions in which they take the least memory."""
+        precisions = {
+            block.block: self._smallest_precision(block.block, stage.tp)
+            for stage in instance.stages
+            for block in stage.blocks
+            if is_layer(block.block)
+        }
+        return instance.with_precisions(precisions)
 
-        Raise `PlanError` if a layer cannot have its precision.
+    # -- stages and devices
+
+    def page_bytes(self, stage: StagePlan) -> int:
+        """Return the bytes of one KV page in the pools of all layers of a stage."""
+        return self.sizes.page(stage)
+
+    def stage_entries(self, stage: StagePlan) -> dict[str, int]:
+        """Return the bytes that a stage takes on each of its devices, by the name of the ledger's entry.
+
+        Raise `PlanError` if a block cannot have its precision.
         """
-        return sum(self.bytes_taken(b.block, b.precision) for b in stage.blocks if is_layer(b.block))
+        entries = self._entries_without_pages(stage) | {"kv": _Pools.of(stage, self).bytes(stage.kv_pages)}
+        return {name: size for name, size in entries.items() if size}
 
-    def stage_bytes(self, index: int, stage: StagePlan) -> int:
-        """Return all bytes that a stage takes; `index` is its position in the instance.
+    def device_entries(self, *instances: InstancePlan) -> dict[int, dict[str, int]]:
+        """Return the bytes that instances take on each of their devices, by the name of the ledger's entry.
 
-        Raise `PlanError` if a layer cannot have its precision.
+        What the process takes besides arrays (`runtime`) is not among them. Raise `PlanError` if a block cannot have
+        its precision.
         """
-        return self.fixed[index] + self.weight_bytes(stage) + self.page_bytes[index] * self.pages_taken(stage.kv_pages)
+        sums: dict[int, Counter[str]] = {}
+        for instance in instances:
+            for stage in instance.stages:
+                entries = self.stage_entries(stage)
+                for device in stage.devices:
+                    sums.setdefault(device, Counter()).update(entries)
+        return {device: dict(entries) for device, entries in sums.items()}
+
+    def device_bytes(self, *instances: InstancePlan) -> dict[int, int]:
+        """Return all bytes that are taken on each device of instances, if nothing else runs there.
+
+        Raise `PlanError` if a block cannot have its precision.
+        """
+        entries = self.device_entries(*instances)
+        return {device: self.runtime + sum(sizes.values()) for device, sizes in entries.items()}
+
+    def change(self, before: InstancePlan, after: InstancePlan) -> dict[int, int]:
+        """Return the bytes that each device of an instance has to give if its plan changes; negative if it gets some.
+
+        Raise `PlanError` if a block cannot have its precision.
+        """
+        old, new = self.device_bytes(before), self.device_bytes(after)
+        return {device: new.get(device, self.runtime) - old.get(device, self.runtime) for device in {**old, **new}}
+
+    # -- KV pages
 
     def kv_capacity(self, instance: InstancePlan) -> int:
-        """Return the largest number of KV pages that fit besides an instance's layers, at most `max_pages`."""
-        fitting = (
-            (self.budget - self.fixed[index] - self.weight_bytes(stage)) // self.page_bytes[index]
-            for index, stage in enumerate(instance.stages)
-        )
-        pages = max(0, min(self.max_pages, *fitting))
-        return pages_filling(self.segments, pages) if self.segments else pages
+        """Return the largest number of KV pages that fit besides an instance's layers, at most `max_pages`.
+
+        Every device must hold them, because page ids are valid in all stages. Whole segments, if pools have segments.
+        """
+        rooms = [
+            (self.budget - self.runtime - sum(map(self._bytes_without_pages, stages)), self._pools(stages))
+            for stages in {tuple(stages) for stages in stages_by_device((instance,)).values()}
+        ]
+
+        def too_many(pages: int) -> bool:
+            return any(sum(pool.bytes(pages) for pool in pools) > room for room, pools in rooms)
+
+        return bisect_left(range(1, self.max_pages + 1), True, key=too_many)
 
     def max_capacity(self, instance: InstancePlan) -> int:
         """Return the largest number of KV pages that an instance can have, with all its layers at their smallest."""
-        layers = [block.block for block in instance.blocks if is_layer(block.block)]
-        smallest = {
-            layer: min(self.precisions(layer), key=lambda precision: self.bytes_taken(layer, precision))
-            for layer in layers
-        }
-        return self.kv_capacity(instance.with_precisions(smallest))
+        return self.kv_capacity(self.smallest(instance))
 
-    def pages_taken(self, pages: int) -> int:
-        """Return how many pages take memory while `pages` may be in use: whole segments, if pools have segments."""
-        return pages_covered(self.segments, pages) if self.segments else pages
+    def _smallest_precision(self, block: str, tp: int) -> str:
+        return min(self.precisions(block), key=lambda precision: self.bytes_taken(block, precision, tp))
+
+    def _pools(self, stages: Iterable[StagePlan]) -> list["_Pools"]:
+        return [_Pools.of(stage, self) for stage in stages]
+
+    def _bytes_without_pages(self, stage: StagePlan) -> int:
+        return sum(self._entries_without_pages(stage).values())
+
+    def _entries_without_pages(self, stage: StagePlan) -> dict[str, int]:
+        for block in stage.blocks:
+            if is_layer(block.block):
+                self._check_precision(block.block, block.precision)
+        return dict(self.sizes.entries(stage))
+
+    def _check_precision(self, block: str, precision: str) -> None:
+        known = self.precisions(block)
+        if precision not in known:
+            allowed = f"choose from {', '.join(known)}" if known else "it cannot change"
+            raise PlanError(f"{block} cannot have precision {precision!r}: {allowed} (variants)")
+
+
+@dataclass(frozen=True)
+class _Pools:
+    """The KV pools of one stage on each of its devices."""
+
+    page: int  # bytes of one page in all pools
+    granules: int  # bytes that the pools may take beyond their pages
+    resources: Resources
+
+    @classmethod
+    def of(cls, stage: StagePlan, resources: Resources) -> "_Pools":
+        count = sum(is_layer(block.block) for block in stage.blocks)
+        page = resources.page_bytes(stage)
+        return cls(page, count * resources.granule, resources)
+
+    def bytes(self, pages: int) -> int:
+        """Return the bytes that the pools take while `pages` may be in use."""
+        limits = self.resources
+        if limits.segments:
+            return pages_covered(limits.segments, pages) * self.page
+        # What the granules take at the start stays theirs, so that pages grow by exactly the bytes that layers free.
+        empty = max(0, limits.max_pages - min(pages, limits.start_pages))
+        return pages * self.page + min(self.granules, empty * self.page)
+
+
+def stages_by_device(instances: Iterable[InstancePlan]) -> dict[int, list[StagePlan]]:
+    """Return the stages that each device takes part in."""
+    stages: dict[int, list[StagePlan]] = {}
+    for instance in instances:
+        for stage in instance.stages:
+            for device in stage.devices:
+                stages.setdefault(device, []).append(stage)
+    return stages
 
 
 def validate(plan: Plan, resources: Resources) -> None:
@@ -106,23 +207,24 @@ def validate(plan: Plan, resources: Resources) -> None:
     The plans that `diff` leads through from one valid plan to another are valid too, as memory is freed before it is
     taken.
     """
-    devices = Counter(device for instance in plan.instances for stage in instance.stages for device in stage.devices)
-    for device, stages in devices.items():
-        if stages > 1:
-            raise PlanError(f"device {device} has {stages} stages: it can have one")
     for instance in plan.instances:
-        validate_instance(instance, resources)
+        _check_pages(instance, resources)
+    _check_devices(plan.instances, resources)
 
 
 def validate_instance(instance: InstancePlan, resources: Resources) -> None:
-    """Raise `PlanError` that names the fault and the limit if an instance's plan does not fit."""
+    """Raise `PlanError` that names the fault and the limit if the plan of one instance does not fit its devices.
+
+    Other instances that share a device are left out.
+    """
+    _check_pages(instance, resources)
+    _check_devices((instance,), resources)
+
+
+def _check_pages(instance: InstancePlan, resources: Resources) -> None:
     if instance.max_num_seqs is not None and instance.max_num_seqs < 1:
         raise PlanError(
             f"instance {instance.name} runs at most {instance.max_num_seqs} sequences: it must be at least 1"
-        )
-    if len(instance.stages) != len(resources.fixed):
-        raise PlanError(
-            f"instance {instance.name} has {len(instance.stages)} stages: it must have {len(resources.fixed)}"
         )
     for index, stage in enumerate(instance.stages):
         where = f"instance {instance.name}, stage {index}"
@@ -135,9 +237,26 @@ def validate_instance(instance: InstancePlan, resources: Resources) -> None:
             raise PlanError(
                 f"{where} has {stage.kv_pages} KV pages: it must have {instance.kv_pages}, as many as stage 0"
             )
-        needed = resources.stage_bytes(index, stage)
-        if needed > resources.budget:
-            raise PlanError(
-                f"{where} needs {needed / 1e9:.3f} GB per device: the budget is {resources.budget / 1e9:.3f} GB, "
-                f"in which {resources.kv_capacity(instance) or 'no'} KV pages fit besides its layers (memory_gb)"
-            )
+
+
+def _check_devices(instances: tuple[InstancePlan, ...], resources: Resources) -> None:
+    needs = resources.device_bytes(*instances)
+    device = max(needs, key=lambda index: needs[index])
+    excess = needs[device] - resources.budget
+    if excess <= 0:
+        return
+    entries = {"runtime": resources.runtime, **resources.device_entries(*instances)[device]}
+    largest_first = sorted(entries.items(), key=lambda entry: -entry[1])
+    parts = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in largest_first if size)
+    raise PlanError(
+        f"device {device} needs {needs[device] / 1e9:.3f} GB ({parts}), {excess / 1e6:.1f} MB more than the budget of "
+        f"{resources.budget / 1e9:.3f} GB{_capacity(device, instances, resources)} (memory_gb)"
+    )
+
+
+def _capacity(device: int, instances: Iterable[InstancePlan], resources: Resources) -> str:
+    """Return how many KV pages would fit, in words, if the device belongs to one instance."""
+    own = [instance for instance in instances if any(device in stage.devices for stage in instance.stages)]
+    if len(own) > 1:
+        return ""
+    return f": {resources.kv_capacity(own[0]) or 'no'} KV pages fit besides its layers"

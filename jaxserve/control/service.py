@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxserve.control.controller import Controller
-from jaxserve.control.ledger import Ledger
+from jaxserve.control.ledger import DeviceLedgers
 from jaxserve.control.plan_yaml import from_yaml, to_dict, to_yaml
 from jaxserve.control.policy import Policy
 from jaxserve.control.resources import Resources
@@ -26,7 +26,7 @@ class ControlPlane:
         self,
         controller: Controller,
         resources: Resources,
-        ledger: Ledger,
+        ledgers: DeviceLedgers,
         clock: Clock,
         *,
         snapshots: Callable[[], Mapping[str, Snapshot]],
@@ -40,7 +40,7 @@ class ControlPlane:
         `started_with` is the name or the file of the controller's present policy. That policy can be set again by the
         same text, so that no request over HTTP makes the engine read or run a file.
         """
-        self._controller, self._resources, self._ledger, self._clock = controller, resources, ledger, clock
+        self._controller, self._resources, self._ledgers, self._clock = controller, resources, ledgers, clock
         self._snapshots = snapshots
         self._max_pages = sum(resources.max_capacity(instance) - 1 for instance in controller.plan.instances)
         self._policy_names = tuple(dict.fromkeys((*policy_names, started_with)))
@@ -73,7 +73,7 @@ class ControlPlane:
 
     def status(self) -> dict[str, Any]:
         controller, snapshot = self._controller, combine(list(self._snapshots().values()))
-        plan, target = controller.plan, controller.target
+        plan, target, fullest = controller.plan, controller.target, self._ledgers.fullest
         layers = [[asdict(b) for b in i.blocks if is_layer(b.block)] for i in plan.instances]
         pages = sum(instance.kv_pages - 1 for instance in plan.instances)
         return {
@@ -84,8 +84,9 @@ class ControlPlane:
             "target_version": None if target is None else target.version,
             "busy": controller.busy,
             "note": controller.note,
-            "budget": self._ledger.budget,
-            "ledger": dict(self._ledger.entries),
+            "budget": fullest.budget,
+            "ledger": dict(fullest.entries),
+            "devices": [{"device": device, "used": ledger.used} for device, ledger in self._ledgers.items()],
             "layers": layers,
             "kv_pages": {
                 "used": snapshot.kv_pages_used,
@@ -101,12 +102,13 @@ class ControlPlane:
 
     def history(self, since: float = float("-inf")) -> list[dict[str, Any]]:
         samples = self._controller.samples_since(since)
-        devices = sum(stage.tp for instance in self._controller.plan.instances for stage in instance.stages)
-        fixed = sum(size for name, size in self._ledger.entries.items() if name not in ("weights", "variants", "kv"))
+        entries = [entry for ledger in self._ledgers.values() for entry in ledger.entries.items()]
+        fixed = sum(size for name, size in entries if name not in ("weights", "variants", "kv"))
+        budget = sum(ledger.budget for ledger in self._ledgers.values())
         shown = [asdict(sample) for sample in samples]
         for sample in shown:
-            sample["other_bytes"] = devices * fixed + sample.pop("variant_bytes")
-            sample["budget"] = devices * self._ledger.budget
+            sample["other_bytes"] = fixed + sample.pop("variant_bytes")
+            sample["budget"] = budget
         return shown
 
     # -- what operators change

@@ -33,7 +33,8 @@ class ControlClient(Protocol):
         - `plan_version`; `target_version`: None without a target
         - `busy`: whether a transition is in progress
         - `note`: the condition that the policy waits for, "" for none
-        - `budget`: bytes; `ledger`: {name: bytes}, with "weights" and "kv" among its names
+        - `budget`: bytes of each device; `ledger`: {name: bytes} of the fullest device, with "weights" and "kv" among
+          its names; `devices`: [{"device", "used"}, ...] with the bytes used on each device
         - `layers`: for each instance [{"block", "precision"}, ...]
         - `kv_pages`: {"used", "total", "most"} over all instances
         - `snapshot`: the numbers of the latest snapshot

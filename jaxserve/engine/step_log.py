@@ -8,16 +8,18 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxserve.control.controller import Controller
 from jaxserve.control.costs import MeasuredCosts
-from jaxserve.control.plan import PlanInForce
+from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
 from jaxserve.control.policy import Policy
 from jaxserve.control.resources import Resources
+from jaxserve.control.stage_sizes import SizeTable
 from jaxserve.control.transitions import Actuator, Outcome, Transition
+from jaxserve.core.block_names import is_layer
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.request import Request, RequestOutput
 from jaxserve.core.step_load import Loads, StepLoad
@@ -138,6 +140,8 @@ KINDS: Mapping[str, type[Any]] = {
 }
 # Earlier names of the fields of `Resources`, which logs may have.
 OLD_RESOURCES = {"least_pages": "min_pages", "most_pages": "max_pages", "kept": "in_place"}
+# Fields of resources that earlier versions had for the sizes of stages.
+OLD_SIZES = ("fixed", "page_bytes", "layer_bytes", "in_place")
 _KIND_OF = {record: kind for kind, record in KINDS.items()}
 
 
@@ -318,6 +322,40 @@ def _with_present_names(facts: Mapping[str, Any]) -> Mapping[str, Any]:
         return facts
     resources = {OLD_RESOURCES.get(name, name): value for name, value in facts["resources"].items()}
     return {**facts, "resources": resources}
+
+
+def resource_facts(resources: Resources, plan: Plan) -> dict[str, Any]:
+    """Return resources as facts of a log, with the sizes of the stages that the first instance of `plan` has."""
+    table = SizeTable.of(resources.sizes, plan.instances[0])
+    numbers = {field.name: getattr(resources, field.name) for field in fields(resources) if field.name != "sizes"}
+    return {**numbers, "sizes": {**vars(table), "layers": [(*key, size) for key, size in table.layers.items()]}}
+
+
+def resources_of(facts: Mapping[str, Any], plan: Plan) -> Resources:
+    """Return resources from the facts of a log, which an earlier version may have written.
+
+    `plan` is the first plan of the log.
+    """
+    numbers = {name: facts[name] for name in facts if name not in ("sizes", *OLD_SIZES)}
+    sizes = facts["sizes"] if "sizes" in facts else _sizes_by_block(facts, plan.instances[0])
+    table = SizeTable(
+        {(block, precision): size for block, precision, size in sizes["layers"]},
+        sizes["fixed"],
+        sizes["pages"],
+        tuple(sizes["in_place"]),
+    )
+    return Resources(**{**numbers, "sizes": table, "segments": tuple(facts.get("segments", ()))})
+
+
+def _sizes_by_block(facts: Mapping[str, Any], instance: InstancePlan) -> dict[str, Any]:
+    """Return the sizes of an earlier version's log, which had them by the number of the stage."""
+    fixed: dict[str, int] = {}
+    pages: dict[str, int] = {}
+    for stage, stage_fixed, page in zip(instance.stages, facts["fixed"], facts["page_bytes"], strict=True):
+        fixed[stage.blocks[0].block] = stage_fixed
+        layers = [block.block for block in stage.blocks if is_layer(block.block)]
+        pages |= dict.fromkeys(layers, page // len(layers))
+    return {"layers": facts["layer_bytes"], "fixed": fixed, "pages": pages, "in_place": facts.get("in_place", ())}
 
 
 def _parsed(line: str, where: str) -> Any:

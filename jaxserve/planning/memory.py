@@ -4,13 +4,13 @@ Imports no JAX, so that the simulator divides the memory of simulated devices by
 """
 
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from jaxserve.control.ledger import DeviceLedgers, Ledger
-from jaxserve.control.plan import InstancePlan, Plan, StagePlan
-from jaxserve.control.resources import Resources
+from jaxserve.control.plan import InstancePlan, Plan
+from jaxserve.control.resources import Resources, stages_by_device
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
@@ -20,7 +20,7 @@ from jaxserve.core.precision import BITS
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.planning.spec import STATIC, EngineSpec
-from jaxserve.planning.workspace import PinnedVariants, Sizes, StageMemory, stage_memory
+from jaxserve.planning.workspace import DegreeSizes, ModelSizes, PinnedVariants
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.telemetry import Snapshot
 
@@ -36,7 +36,6 @@ MAX_FORESEEN = 4  # precision assignments that a policy names in advance, in add
 POLICIES_WITHOUT_FORESIGHT = (STATIC, "manual")
 
 MAX_POOL_BYTES = 2**46  # half of what a process can address
-STAGE_ENTRIES = ("weights", "variants", "kv", "workspace", "exchange")  # ledger entries that depend on the stage
 
 # Limits on the copies of a change of the plan while steps go on, which need the memory's bandwidth and the cores.
 COPY_RATES = {"cpu": 0.25e9, "gpu": 8e9, "tpu": 8e9}  # bytes/s
@@ -45,7 +44,7 @@ COPY_SHARES = {"cpu": 0.05, "gpu": 1.0, "tpu": 1.0}  # of a core, for the thread
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Sizes of everything in an engine that takes memory. `ledger` is that of the fullest device."""
+    """Sizes of everything in an engine that takes memory."""
 
     config: EngineConfig
     plan: Plan
@@ -54,87 +53,58 @@ class MemoryPlan:
     segments: tuple[int, ...]  # pages of each segment that KV pools may grow to
     max_model_len: int  # tokens
     buckets: Buckets
-    ledger: Ledger
-    stages: tuple[StageMemory, ...]
-    layer_bytes: Mapping[tuple[str, str], int]  # (layer, precision) -> bytes on each device of its stage
-    pinned: PinnedVariants
-    granule: int  # bytes by which an elastic pool grows; 0: pools take whole segments
+    ledgers: DeviceLedgers
+    limits: Resources  # of plans on these devices
+    sizes: ModelSizes
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger of the fullest device."""
+        return self.ledgers.fullest
 
     @property
     def reserved_kv_pages(self) -> int:
         """Largest number of KV pages that the pools can grow to, the null page included."""
         return sum(self.segments)
 
-    def stage_bytes(self, plan: Plan) -> tuple[tuple[int, int, int], ...]:
-        """Return (weights, pinned variants, KV) in bytes per device for every stage of a plan, instance by instance."""
-        first = self.plan.instances[0].stages
-        sizes = []
-        for instance in plan.instances:
-            for memory, stage, start in zip(self.stages, instance.stages, first, strict=True):
-                weights = memory.weights + self._layer_bytes(stage) - self._layer_bytes(start)
-                variants = memory.variants - self._in_place_bytes(stage) + self._in_place_bytes(start)
-                sizes.append((weights, variants, self.kv_bytes(memory, stage.kv_pages)))
-        return tuple(sizes)
+    @property
+    def granule(self) -> int:
+        """Bytes by which an elastic pool grows; 0: pools take whole segments."""
+        return self.limits.granule
 
-    def kv_bytes(self, memory: StageMemory, pages: int) -> int:
-        """Return the bytes that a stage's KV pools take on each device while `pages` are in use."""
-        return _kv_bytes(memory, pages, self.segments, self.granule)
+    @property
+    def pinned(self) -> PinnedVariants:
+        """Variants that are pinned in the devices' own memory."""
+        return self.sizes.pinned
 
-    def ledger_entries(self, plan: Plan) -> dict[str, int]:
-        """Return the ledger entries that depend on the plan, for its fullest stage."""
-        memories = self.stages * len(plan.instances)
-        stages = (
-            (*sizes, memory.workspace, memory.swap_buffer)
-            for memory, sizes in zip(memories, self.stage_bytes(plan), strict=True)
-        )
-        entries = dict(zip(STAGE_ENTRIES, max(stages, key=sum), strict=True))
-        return {name: size for name, size in entries.items() if name in self.ledger.entries}
-
-    @cached_property
-    def ledgers(self) -> DeviceLedgers:
-        """The ledgers of all devices by their index. That of the first device is `ledger`."""
-        stages = [stage for instance in self.plan.instances for stage in instance.stages]
-        first, *others = (device for stage in stages for device in stage.devices)
-        return DeviceLedgers({first: self.ledger} | {device: self.ledger.copy() for device in others})
+    @property
+    def layer_bytes(self) -> Mapping[tuple[str, str], int]:
+        """Bytes on each device of every layer at the start, by (layer, precision that it may have)."""
+        return {
+            (block.block, precision): self.sizes.block(block.block, precision)
+            for block in self.plan.instances[0].blocks
+            if is_layer(block.block)
+            for precision in self.variants or (block.precision,)
+        }
 
     def device_entries(self, instance: InstancePlan) -> dict[int, dict[str, int]]:
-        """Return the ledger entries of an instance's plan by device."""
-        entries = self.ledger_entries(Plan(0, (instance,)))
-        return {device: entries for stage in instance.stages for device in stage.devices}
+        """Return the ledgers' entries of an instance's plan, by device."""
+        return self.limits.device_entries(instance)
 
     def resources(self, copy_rate: float) -> Resources:
         """Return the limits of plans, with copies estimated at `copy_rate` bytes/s.
 
         If the user set `kv_pages` without `max_kv_pages`, pages grow only by what smaller weights free.
         """
-        others = sum(size for name, size in self.ledger.entries.items() if name not in STAGE_ENTRIES)
-        layers, in_use, fixed = [], [], []
-        for memory, stage in zip(self.stages, self.plan.instances[0].stages, strict=True):
-            layers.append(self._layer_bytes(stage) - self._in_place_bytes(stage))
-            in_use.append(memory.page * stage.kv_pages)
-            rounding = self.kv_bytes(memory, stage.kv_pages) - in_use[-1] if self.granule else 0
-            fixed.append(others + memory.bytes_without_pages - layers[-1] + rounding)
-        budget = self.ledger.budget
-        if self.config.kv_pages is not None and self.config.max_kv_pages is None:
-            budget = min(budget, max(map(sum, zip(fixed, layers, in_use, strict=True))))
-        return Resources(
-            budget=budget,
-            fixed=tuple(fixed),
-            layer_bytes=self.layer_bytes,
-            page_bytes=tuple(memory.page for memory in self.stages),
-            min_pages=self.min_kv_pages,
-            max_pages=self.reserved_kv_pages,
-            copy_rate=copy_rate,
-            in_place=self.pinned.in_place_precisions,
-            segments=() if self.granule else self.segments,
-            shapes=self.buckets,
-            page_size=self.config.page_size,
-        )
+        limits = replace(self.limits, copy_rate=copy_rate)
+        if self.config.kv_pages is None or self.config.max_kv_pages is not None:
+            return limits
+        return replace(limits, budget=max(limits.device_bytes(*self.plan.instances).values()))
 
     @property
     def min_kv_pages(self) -> int:
         """Smallest number of KV pages that a plan may have: the longest sequence's, and the null page."""
-        return ceil_div(self.max_model_len, self.config.page_size) + 1
+        return self.limits.min_pages
 
     def scheduler(self, instance: InstancePlan) -> tuple[Scheduler, PageTable]:
         """Return a new scheduler for an instance, and the page table it fills."""
@@ -152,24 +122,18 @@ class MemoryPlan:
 
     def plan_fields(self, instance: InstancePlan, version: int) -> Snapshot:
         """Return the fields of an instance's snapshots that follow from its plan; the other fields have defaults."""
-        layers, stages = instance.layer_precisions, instance.stages
-        sizes = self.stage_bytes(Plan(version, (instance,)))
+        layers = instance.layer_precisions
+        sizes: Counter[str] = Counter()
+        for entries in self.device_entries(instance).values():
+            sizes.update(entries)
         return Snapshot(
-            kv_pages_total=stages[0].kv_pages - 1,
+            kv_pages_total=instance.kv_pages - 1,
             plan_version=version,
             layers_by_precision={precision: layers.count(precision) for precision in set(layers)},
-            weight_bytes=sum(weights * stage.tp for (weights, *_), stage in zip(sizes, stages, strict=True)),
-            variant_bytes=sum(variants * stage.tp for (_, variants, _), stage in zip(sizes, stages, strict=True)),
-            kv_bytes=sum(kv * stage.tp for (*_, kv), stage in zip(sizes, stages, strict=True)),
+            weight_bytes=sizes["weights"],
+            variant_bytes=sizes["variants"],
+            kv_bytes=sizes["kv"],
         )
-
-    def _layer_bytes(self, stage: StagePlan) -> int:
-        return sum(self.layer_bytes.get((block.block, block.precision), 0) for block in stage.blocks)
-
-    def _in_place_bytes(self, stage: StagePlan) -> int:
-        """Return the bytes of the layers that run on their pinned arrays."""
-        in_place = (block for block in stage.blocks if block.precision in self.pinned.in_place_precisions)
-        return sum(self.layer_bytes.get((block.block, block.precision), 0) for block in in_place)
 
 
 def runtime_bytes(spec: EngineSpec, model: ModelConfig, instances: int = 1) -> int:
@@ -183,140 +147,190 @@ def runtime_bytes(spec: EngineSpec, model: ModelConfig, instances: int = 1) -> i
 
 
 def plan_memory(
-    spec: EngineSpec, padded: ModelConfig, sizes: Sizes, budget: int, granule: int, *, runtime: int = 0
+    spec: EngineSpec, of_degree: Callable[[int], DegreeSizes], budget: int, granule: int, *, runtime: int = 0
 ) -> MemoryPlan:
     """Decide how many KV pages an engine starts with, how many it may grow to, and what takes the remaining memory.
 
-    `padded` is the model's configuration padded for tensor parallelism, and `sizes` are the bytes of its parts.
-    `budget` is the memory of one device, of which `runtime` bytes are not arrays. `granule` is as in `MemoryPlan`.
+    `of_degree(tp)` returns the bytes of the model's parts on each of `tp` devices. `budget` is the memory of one
+    device, of which `runtime` bytes are not arrays. `granule` is as in `MemoryPlan`.
 
     Raise `MemoryBudgetError` if the budget is too small, `ConfigError` if the configuration contradicts itself.
     """
-    config, variants, plan = spec.config, spec.variants, spec.plan
-    top = max(config.max_logprobs, 1)
+    config = spec.config
     # On other platforms variants are pinned in the host's memory, which this budget does not count.
     on_cpu = spec.platform == "cpu"
     pinned = PinnedVariants(
-        tuple(name for name in variants if name in BITS and on_cpu), in_place=on_cpu and config.dp == 1
+        tuple(name for name in spec.variants if name in BITS and on_cpu), in_place=on_cpu and config.dp == 1
     )
-    stages = tuple(
-        stage_memory(padded, stage, sizes, spec.buckets, top, variants, pinned) for stage in plan.instances[0].stages
-    )
-    layers = [block for block in plan.instances[0].blocks if is_layer(block.block)]
-    layer_bytes = {(b.block, p): sizes.block(b.block, p) for b in layers for p in variants or (b.precision,)}
-    bytes_taken = {
-        (block, precision): 0 if precision in pinned.in_place_precisions else size
-        for (block, precision), size in layer_bytes.items()
+    layers = {
+        block.block: spec.variants or (block.precision,)
+        for block in spec.plan.instances[0].blocks
+        if is_layer(block.block)
     }
-    ledger = Ledger(budget)
-    freeable = _freeable_bytes(plan, bytes_taken)
-    pages, segments, max_len = _book_memory(spec, ledger, runtime, stages, freeable, granule)
+    sizes = ModelSizes(of_degree, config.tp, layers, spec.buckets, max(config.max_logprobs, 1), pinned)
+    limits = Resources(
+        budget, sizes, min_pages=0, max_pages=0, copy_rate=COPY_RATES[spec.platform], runtime=runtime, granule=granule
+    )
+    rooms = _rooms(spec.plan, limits)
+    pages, segments = _pages_and_segments(spec, rooms, granule)
+    max_len = _max_model_len(spec, pages)
+    limits = replace(
+        limits,
+        min_pages=ceil_div(max_len, config.page_size) + 1,
+        max_pages=sum(segments),
+        segments=() if granule else segments,
+        start_pages=pages,
+        shapes=spec.buckets,
+        page_size=config.page_size,
+    )
+    plan = _with_pages(spec.plan, pages)
     return MemoryPlan(
         config=config,
-        plan=_with_pages(plan, pages),
-        variants=variants,
+        plan=plan,
+        variants=spec.variants,
         kv_dtype=spec.kv_dtype,
         segments=segments,
         max_model_len=max_len,
         buckets=spec.buckets,
-        ledger=ledger,
-        stages=stages,
-        layer_bytes=layer_bytes,
-        pinned=pinned,
-        granule=granule,
+        ledgers=_ledgers(plan, limits),
+        limits=limits,
+        sizes=sizes,
     )
 
 
-def _book_memory(
-    spec: EngineSpec,
-    ledger: Ledger,
-    runtime: int,
-    stages: tuple[StageMemory, ...],
-    freeable: tuple[int, ...],
-    granule: int,
-) -> tuple[int, tuple[int, ...], int]:
-    """Book the memory of the fullest stage in `ledger`; return (KV pages, pages of each segment, max_model_len).
+def _ledgers(plan: Plan, limits: Resources) -> DeviceLedgers:
+    """Return the ledgers of a plan's devices, with the entries of its instances."""
+    runtime = {"runtime": limits.runtime} if limits.runtime else {}
+    ledgers = DeviceLedgers(
+        {device: Ledger(limits.budget, runtime) for device in limits.device_entries(*plan.instances)}
+    )
+    for instance in plan.instances:
+        ledgers.update(instance.name, limits.device_entries(instance))
+    return ledgers
 
-    Pages and segments count the null page. Unless the user asks for more, there are at most as many pages as
-    `max_num_seqs` sequences can use. `freeable` are the bytes that each stage's layers can free for pages. Elastic
-    pools are booked with the pages in use, up to whole granules, and other pools with whole segments.
+
+@dataclass(frozen=True)
+class _Room:
+    """What the parts of a plan without its KV pages leave of one device."""
+
+    device: int
+    budget: int
+    entries: Mapping[str, int]  # bytes of the parts by name
+    freeable: int  # bytes that layers can free for pages by changing to their smallest precision
+    page: int  # bytes of one KV page in the pools of all layers
+    pools: int
+
+    @property
+    def free(self) -> int:
+        """Bytes that are left for KV pages."""
+        return self.budget - sum(self.entries.values())
+
+    def pool_bytes(self, pages: int, segments: tuple[int, ...], granule: int) -> int:
+        """Return the bytes that the pools take while `pages` are in use."""
+        if not granule:
+            return pages_covered(segments, pages) * self.page
+        return min(pages * self.page + self.pools * granule, sum(segments) * self.page)
+
+
+def _rooms(plan: Plan, limits: Resources) -> list[_Room]:
+    """Return the room on each device of a plan without KV pages."""
+    bytes_at_smallest = limits.device_bytes(*map(limits.smallest, plan.instances))
+    entries = limits.device_entries(*plan.instances)
+    runtime = {"runtime": limits.runtime} if limits.runtime else {}
+    rooms = []
+    for device, stages in stages_by_device(plan.instances).items():
+        taken = runtime | entries[device]
+        rooms.append(
+            _Room(
+                device,
+                limits.budget,
+                taken,
+                freeable=sum(taken.values()) - bytes_at_smallest[device],
+                page=sum(map(limits.page_bytes, stages)),
+                pools=sum(is_layer(block.block) for stage in stages for block in stage.blocks),
+            )
+        )
+    return rooms
+
+
+def _pages_and_segments(spec: EngineSpec, rooms: Sequence[_Room], granule: int) -> tuple[int, tuple[int, ...]]:
+    """Return the KV pages at the start and the pages of each segment that pools may grow to, with the null page.
+
+    Unless the user asks for more, there are at most as many pages as `max_num_seqs` sequences can use. All devices have
+    the same pages, as many as the fullest one has room for. Elastic pools take the pages in use, up to whole granules,
+    and other pools take whole segments.
     """
-    config, wanted_len = spec.config, spec.wanted_len
-    page_size = config.page_size
-    useful = spec.buckets.max_num_seqs * ceil_div(wanted_len, page_size) + 1
-    rooms = [ledger.free - runtime - stage.bytes_without_pages for stage in stages]
-    fullest = stages[min(range(len(stages)), key=lambda index: rooms[index] / stages[index].page)]
-    min_pages = 2 if config.max_model_len is None else ceil_div(config.max_model_len, page_size) + 1
-    _book_fixed_entries(ledger, runtime, fullest, min_pages)
-    pages, reserved = _pages_and_max_pages(config, min(ledger.free // fullest.page, useful))
+    config = spec.config
+    useful = spec.buckets.max_num_seqs * ceil_div(spec.wanted_len, config.page_size) + 1
+    min_pages = 2 if config.max_model_len is None else ceil_div(config.max_model_len, config.page_size) + 1
+    for room in rooms:
+        _check_room(room, min_pages)
+    pages, reserved = _pages_and_max_pages(config, min(useful, *(room.free // room.page for room in rooms)))
     if config.max_kv_pages is None and config.policy != STATIC:
-        more = min(extra // stage.page for stage, extra in zip(stages, freeable, strict=True))
-        reserved = max(reserved, min(pages + more, useful))
+        reserved = max(reserved, min(useful, _most_pages(config, rooms, pages)))
     if granule:
         segments: tuple[int, ...] = (reserved,)
-        if config.kv_pages is None and _kv_bytes(fullest, pages, segments, granule) > ledger.free:
+        if config.kv_pages is None and any(room.pool_bytes(pages, segments, granule) > room.free for room in rooms):
             # Each pool may take up to one granule more than its pages.
-            pages = max(min_pages, (ledger.free - fullest.pools * granule) // fullest.page)
+            pages = max(min_pages, min((room.free - room.pools * granule) // room.page for room in rooms))
     else:
-        fitting = min((room + extra) // stage.page for stage, room, extra in zip(stages, rooms, freeable, strict=True))
+        fitting = min((room.free + room.freeable) // room.page for room in rooms)
         segments = segments_for(pages, max(pages, min(reserved, fitting)))
-    ledger.reserve("kv", _kv_bytes(fullest, pages, segments, granule))
-    if sum(segments) * fullest.page > MAX_POOL_BYTES:
+    for room in rooms:
+        _check_pools(room, room.pool_bytes(pages, segments, granule))
+    page = max(room.page for room in rooms)
+    if sum(segments) * page > MAX_POOL_BYTES:
         raise ConfigError(
-            f"max_kv_pages is {config.max_kv_pages}: it must be at most {MAX_POOL_BYTES // fullest.page - 1}, because "
-            "a process cannot address larger pools"
+            f"max_kv_pages is {config.max_kv_pages}: it must be at most {MAX_POOL_BYTES // page - 1}, because a "
+            "process cannot address larger pools"
         )
-    max_len = min(wanted_len, (pages - 1) * page_size)
+    return pages, segments
+
+
+def _most_pages(config: EngineConfig, rooms: Sequence[_Room], pages: int) -> int:
+    """Return the KV pages that fit next to the smallest layers, for a policy that starts with `pages`.
+
+    If the user chose the pages at the start, only what the layers free becomes pages.
+    """
+    if config.kv_pages is not None:
+        return pages + min(room.freeable // room.page for room in rooms)
+    return min((room.free + room.freeable) // room.page for room in rooms)
+
+
+def _max_model_len(spec: EngineSpec, pages: int) -> int:
+    """Return the tokens of the longest sequence: what the user asks for, or what the KV pages hold if that is less.
+
+    Raise `ConfigError` if the user gave a number and the pages hold less.
+    """
+    config, wanted_len = spec.config, spec.wanted_len
+    max_len = min(wanted_len, (pages - 1) * config.page_size)
     if config.max_model_len is not None and max_len < wanted_len:
         raise ConfigError(
             f"max_model_len is {wanted_len}: it must be at most {max_len}, the tokens in {pages - 1} KV pages of "
-            f"{page_size} tokens (kv_pages)"
+            f"{config.page_size} tokens (kv_pages)"
         )
     if max_len < wanted_len:
         log.warning("max_model_len is lowered from %d to the %d tokens that the memory holds", wanted_len, max_len)
-    return pages, segments, max_len
+    return max_len
 
 
-def _book_fixed_entries(ledger: Ledger, runtime: int, stage: StageMemory, min_pages: int) -> None:
-    """Book everything except the KV pages. Raise `MemoryBudgetError` unless `min_pages` KV pages fit besides."""
-    entries = {
-        "runtime": runtime,
-        "weights": stage.weights,
-        "variants": stage.variants,
-        "workspace": stage.workspace,
-        "exchange": stage.swap_buffer,
-    }
-    entries = {name: size for name, size in entries.items() if size}
-    _check_room(ledger, entries | {"KV pages": min_pages * stage.page})
-    for name, size in entries.items():
-        ledger.reserve(name, size)
-
-
-def _check_room(ledger: Ledger, needs: Mapping[str, int]) -> None:
-    if sum(needs.values()) > ledger.free:
-        parts = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in (ledger.entries | dict(needs)).items())
+def _check_room(room: _Room, min_pages: int) -> None:
+    needs = {**room.entries, "KV pages": min_pages * room.page}
+    if (needed := sum(needs.values())) > room.budget:
+        parts = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in needs.items())
         raise MemoryBudgetError(
-            f"the memory budget is {ledger.budget / 1e9:.3f} GB per device: at least "
-            f"{(ledger.used + sum(needs.values())) / 1e9:.3f} GB are needed: {parts} "
-            "(memory_gb, max_model_len, max_num_seqs)"
+            f"the memory budget is {room.budget / 1e9:.3f} GB per device: device {room.device} needs at least "
+            f"{needed / 1e9:.3f} GB: {parts} (memory_gb, max_model_len, max_num_seqs)"
         )
 
 
-def _kv_bytes(memory: StageMemory, pages: int, segments: tuple[int, ...], granule: int) -> int:
-    if not granule:
-        return pages_covered(segments, pages) * memory.page
-    return min(pages * memory.page + memory.pools * granule, sum(segments) * memory.page)
-
-
-def _freeable_bytes(plan: Plan, sizes: Mapping[tuple[str, str], int]) -> tuple[int, ...]:
-    """Return for each stage the bytes per device that its layers free if all change to their smallest precision."""
-    smallest: dict[str, int] = {}
-    for (block, _), size in sizes.items():
-        smallest[block] = min(size, smallest.get(block, size))
-    return tuple(
-        sum(sizes[b.block, b.precision] - smallest[b.block] for b in stage.blocks if b.block in smallest)
-        for stage in plan.instances[0].stages
-    )
+def _check_pools(room: _Room, pool_bytes: int) -> None:
+    if pool_bytes > room.free:
+        raise MemoryBudgetError(
+            f"kv needs {pool_bytes / 1e9:.3f} GB on device {room.device}, {room.free / 1e9:.3f} GB of the budget of "
+            f"{room.budget / 1e9:.3f} GB are left; at least {(room.budget - room.free + pool_bytes) / 1e9:.3f} GB are "
+            "needed (memory_gb)"
+        )
 
 
 def _pages_and_max_pages(config: EngineConfig, fitting: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -74,23 +74,25 @@ def resolve(config: EngineConfig) -> Resolved:
     model = checkpoint.config
     _log_dtype(config, opened, model.dtype, platform)
     spec = EngineSpec.of(config, model, _stored(checkpoint), platform, PLATFORMS[platform], len(devices))
-    padded = padded_config(model, config.tp, split_unit(spec.precisions) if config.tp > 1 else 1)
-    padded = replace(padded, kernel_backend=_kernel_backend(config, platform))
-    layout = partial(stored_layout, checkpoint, padded)
-    sizes = BlockSizes(padded, config.tp, config.page_size, spec.kv_dtype, platform, layout)
+    backend = _kernel_backend(config, platform)
+
+    def padded_model(tp: int) -> ModelConfig:
+        padded = padded_config(model, tp, split_unit(spec.precisions) if tp > 1 else 1)
+        return replace(padded, kernel_backend=backend)
+
+    def sizes(tp: int) -> BlockSizes:
+        padded = padded_model(tp)
+        layout = partial(stored_layout, checkpoint, padded)
+        return BlockSizes(padded, tp, config.page_size, spec.kv_dtype, platform, layout)
+
     granule = GRANULE if is_elastic(platform) else 0
     runtime = 0
     if platform == "cpu":  # elsewhere the process is not in the devices' memory
         runtime = runtime_bytes(spec, model, config.dp) // _devices_per_memory(config, platform)
-    memory = plan_memory(spec, padded, sizes, _budget(config, devices), granule, runtime=runtime)
+    memory = plan_memory(spec, sizes, _budget(config, devices), granule, runtime=runtime)
     info = _info(config, checkpoint, path, memory.max_model_len)
-    return Resolved(
-        **{field.name: getattr(memory, field.name) for field in fields(memory)},
-        checkpoint=checkpoint,
-        padded_model=padded,
-        info=info,
-        devices=devices,
-    )
+    padded = padded_model(config.tp)
+    return Resolved(**vars(memory), checkpoint=checkpoint, padded_model=padded, info=info, devices=devices)
 
 
 def _in_dtype(config: EngineConfig, checkpoint: Checkpoint, platform: str) -> Checkpoint:

@@ -18,7 +18,7 @@ from jaxserve.quantization import QArray
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Sizes (`workspace.Sizes`) of the model with the padded `config`, on each of `tp` devices."""
+    """Sizes (`workspace.DegreeSizes`) of the model with the padded `config`, on each of `tp` devices."""
 
     config: ModelConfig
     tp: int

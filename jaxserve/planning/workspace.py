@@ -1,7 +1,8 @@
 """Bytes that a stage of the plan needs on each device, computed from the sizes of its blocks and the step shapes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 from jaxserve.control.plan import StagePlan
@@ -14,21 +15,26 @@ TEMPORARIES_FACTOR = 1.25  # for XLA's temporaries beyond those counted here
 LIVE_COPIES = 3  # copies of the largest intermediate that are alive at once
 
 
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes of one stage on each of its devices."""
-
-    weights: int
-    page: int  # bytes of one KV page in the pools of all of the stage's layers
-    workspace: int  # activations, logits and sampler; between steps, pages that are being moved
-    pools: int  # number of KV pools: one for each layer
-    swap_buffer: int = 0  # room for the smaller of two variants of one layer during a swap
-    variants: int = 0  # quantised layers pinned in the same memory, without those that weights use in place
+class DegreeSizes(Protocol):
+    """Sizes of a model's parts with one degree of tensor parallelism, in bytes on each device."""
 
     @property
-    def bytes_without_pages(self) -> int:
-        """Bytes of everything except the KV pages."""
-        return self.weights + self.variants + self.workspace + self.swap_buffer
+    def config(self) -> ModelConfig:
+        """The model's configuration, padded for the degree."""
+        ...
+
+    @property
+    def page(self) -> int:
+        """Bytes of one KV page in the pool of one layer."""
+        ...
+
+    def block(self, block: str, precision: str) -> int:
+        """Return the bytes of a block's parameters."""
+        ...
+
+    def dequantized(self, block: str, precision: str) -> int:
+        """Return the bytes of a layer's largest quantised weight while XLA multiplies by it; 0 in full precision."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,65 +50,100 @@ class PinnedVariants:
         return self.precisions if self.in_place else ()
 
 
-NOTHING_PINNED = PinnedVariants()
+@dataclass(frozen=True)
+class FixedMemory:
+    """Bytes on each device that a stage takes whatever the precisions of its layers are."""
+
+    page: int  # of one KV page in the pools of all of the stage's layers
+    workspace: int  # activations, logits and sampler; between steps, pages that are being moved
+    swap_buffer: int  # room for the smaller of two variants of one layer during a swap
+    variants: int  # quantised layers pinned in the same memory
 
 
-class Sizes(Protocol):
-    """Sizes of a model's parts, in bytes on each device."""
+class ModelSizes:
+    """Sizes (`StageSizes`) of any stage of a model: of any blocks, precisions, and degree of tensor parallelism."""
 
-    def block(self, block: str, precision: str) -> int:
-        """Return the bytes of a block's parameters."""
-        ...
+    def __init__(
+        self,
+        of_degree: Callable[[int], DegreeSizes],
+        tp: int,
+        layers: Mapping[str, tuple[str, ...]],
+        buckets: Buckets,
+        top: int,
+        pinned: PinnedVariants,
+    ):
+        """`tp` is the degree at the start, and `layers` are the precisions that each decoder layer may have.
 
-    def dequantized(self, block: str, precision: str) -> int:
-        """Return the bytes of a layer's largest quantised weight while XLA multiplies by it; 0 in full precision."""
-        ...
+        `top` is the largest number of log-probabilities per token.
+        """
+        self.tp, self.pinned = tp, pinned
+        self._layers, self._buckets, self._top = layers, buckets, top
+        # A controller asks ten times a second, and sizes follow from the modules' abstract shapes.
+        self._of_degree = cache(of_degree)
+        self._block_bytes = cache(lambda block, precision, tp: self._of_degree(tp).block(block, precision))
+        self._sorted = cache(self._sorted_precisions)
+        self._fixed = cache(self._fixed_memory)
 
     @property
-    def page(self) -> int:
-        """Bytes of one KV page in the pool of one layer."""
-        ...
+    def in_place(self) -> tuple[str, ...]:
+        return self.pinned.in_place_precisions
 
+    def precisions(self, block: str) -> tuple[str, ...]:
+        return self._sorted(block)
 
-def stage_memory(
-    config: ModelConfig,
-    stage: StagePlan,
-    sizes: Sizes,
-    buckets: Buckets,
-    top: int,
-    variants: Sequence[str] = (),
-    pinned: PinnedVariants = NOTHING_PINNED,
-) -> StageMemory:
-    """Return the bytes that a stage of the model with the padded `config` needs on each device.
+    def block(self, block: str, precision: str, tp: int | None = None) -> int:
+        return self._block_bytes(block, precision, self.tp if tp is None else tp)
 
-    `top` is the largest number of log-probabilities per token, and `variants` are the precisions that layers may change
-    to.
-    """
-    names = [block.block for block in stage.blocks]
-    running = {(block.block, block.precision) for block in stage.blocks}
-    weights = sum(sizes.block(block.block, block.precision) for block in stage.blocks)
-    if config.tie_embeddings and {"embed", "head"} <= set(names):
-        weights -= sizes.block("embed", stage.blocks[0].precision)
-    layers = [name for name in names if is_layer(name)]
-    copied = [precision for precision in variants if precision not in pinned.in_place_precisions]
-    # Two variants of one layer exist at once. The larger one is booked among the weights, the smaller one here. Where
-    # the host is the device and splits a layer, the whole layer that was read stays until all its parts are made.
-    room = _largest if pinned.precisions and stage.tp > 1 else _second_largest
-    swap_buffer = max((room(sizes.block(name, precision) for precision in copied) for name in layers), default=0)
-    pinned_layers = {(name, precision) for name in layers for precision in pinned.precisions}
-    if pinned.in_place:
-        pinned_layers -= running
-    workspace = workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top)
-    possible = running | {(name, precision) for name in layers for precision in variants}
-    workspace += max(sizes.dequantized(name, precision) for name, precision in possible)
-    return StageMemory(
-        weights,
-        page=len(layers) * sizes.page,
-        workspace=max(workspace, int(MAX_MOVED_PAGES * sizes.page * TEMPORARIES_FACTOR)),
-        pools=len(layers),
-        swap_buffer=swap_buffer,
-        variants=sum(sizes.block(name, precision) for name, precision in pinned_layers),
-    )
+    def page(self, stage: StagePlan) -> int:
+        return self.fixed(stage).page
+
+    def entries(self, stage: StagePlan) -> dict[str, int]:
+        fixed, weights, in_place = self.fixed(stage), 0, 0
+        for block in stage.blocks:
+            size = self.block(block.block, block.precision, stage.tp)
+            weights += size
+            if is_layer(block.block) and block.precision in self.in_place:
+                in_place += size
+        return {
+            "weights": weights - self._shared(stage),
+            "variants": fixed.variants - in_place,
+            "workspace": fixed.workspace,
+            "exchange": fixed.swap_buffer,
+        }
+
+    def fixed(self, stage: StagePlan) -> FixedMemory:
+        """Return the bytes that do not depend on the precisions of a stage's layers."""
+        return self._fixed(tuple(block.block for block in stage.blocks), stage.tp)
+
+    def _sorted_precisions(self, block: str) -> tuple[str, ...]:
+        return tuple(sorted(self._layers.get(block, ()), key=lambda precision: -self.block(block, precision)))
+
+    def _shared(self, stage: StagePlan) -> int:
+        """Return the bytes of the embedding if it is also the weight of a head in the same stage."""
+        precisions = {block.block: block.precision for block in stage.blocks if not is_layer(block.block)}
+        if len(precisions) < 2 or not self._of_degree(stage.tp).config.tie_embeddings:
+            return 0
+        return self.block("embed", precisions["embed"], stage.tp)
+
+    def _fixed_memory(self, names: tuple[str, ...], tp: int) -> FixedMemory:
+        sizes = self._of_degree(tp)
+        layers = [name for name in names if is_layer(name)]
+        copied = {name: [p for p in self._layers.get(name, ()) if p not in self.in_place] for name in layers}
+        # Two variants of one layer exist at once. The larger one is booked among the weights, the smaller one here.
+        # Where the host is the device and splits a layer, the whole layer that was read stays until all its parts are
+        # made.
+        room = _largest if self.pinned.precisions and tp > 1 else _second_largest
+        buffers = (room(sizes.block(name, precision) for precision in copied[name]) for name in layers)
+        pinned = (sizes.block(name, precision) for name in layers for precision in self.pinned.precisions)
+        dequantized = (sizes.dequantized(name, p) for name in layers for p in self._layers.get(name, ()))
+        workspace = workspace_bytes(sizes.config, self._buckets, tp, sampling="head" in names, top=self._top)
+        workspace += max(dequantized, default=0)
+        return FixedMemory(
+            page=len(layers) * sizes.page,
+            workspace=max(workspace, int(MAX_MOVED_PAGES * sizes.page * TEMPORARIES_FACTOR)),
+            swap_buffer=max(buffers, default=0),
+            variants=sum(pinned),
+        )
 
 
 def workspace_bytes(config: ModelConfig, buckets: Buckets, tp: int, *, sampling: bool, top: int) -> int:

@@ -6,9 +6,9 @@ from itertools import count
 from math import inf
 from typing import Any, Protocol
 
-from jaxserve.control.ledger import DeviceLedgers
+from jaxserve.control.ledger import DeviceEntries, DeviceLedgers
 from jaxserve.control.plan import InstancePlan, PlanInForce
-from jaxserve.control.reconfigure import Entries, PlanFacts, Reconfiguration
+from jaxserve.control.reconfigure import PlanFacts, Reconfiguration
 from jaxserve.control.transitions import BetweenSteps, Outcome, Sleep, StepsEnded, Transition, Waits
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import JaxserveError
@@ -152,7 +152,7 @@ class SimActuator:
         link: str,
         *,
         ledgers: DeviceLedgers,
-        entries: Callable[[InstancePlan], Entries],
+        entries: Callable[[InstancePlan], DeviceEntries],
         facts: PlanFacts,
         compile_seconds: float = 0.0,
         batch_seconds: float = 0.0,

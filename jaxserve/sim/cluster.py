@@ -81,13 +81,15 @@ def resolve_cluster(
     shapes = (hardware.max_num_seqs, hardware.prefill_tokens, hardware.tile, hardware.min_rows)
     defaults, devices = PlatformDefaults(*shapes, fraction), config.tp * config.pp * config.dp
     spec = EngineSpec.of(config, model, (shape.dtype,) * shape.num_layers, platform, defaults, devices)
-    padded_model = padded_config(model, config.tp, _split_unit(spec.precisions) if config.tp > 1 else 1)
-    padded = _padded(shape, padded_model)
     budget = int(hardware.memory * fraction if config.memory_gb is None else config.memory_gb * 1e9)
     runtime = runtime_bytes(spec, model) if platform == "cpu" else 0
-    sizes = ShapeSizes(padded, config.tp, config.page_size, config.kv_cache_dtype, platform)
+
+    def sizes(tp: int) -> ShapeSizes:
+        padded = padded_config(model, tp, _split_unit(spec.precisions) if tp > 1 else 1)
+        return ShapeSizes(_padded(shape, padded), padded, tp, config.page_size, config.kv_cache_dtype, platform)
+
     elastic = platform == "cpu" if elastic is None else elastic
-    memory = plan_memory(spec, padded_model, sizes, budget, GRANULE if elastic else 0, runtime=runtime)
+    memory = plan_memory(spec, sizes, budget, GRANULE if elastic else 0, runtime=runtime)
     info = ModelInfo(
         name=shape.name,
         max_model_len=memory.max_model_len,
@@ -97,7 +99,7 @@ def resolve_cluster(
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
     )
-    return Cluster(padded, hardware, memory, info)
+    return Cluster(sizes(config.tp).shape, hardware, memory, info)
 
 
 def parse_cluster(text: str | None, hardware: Hardware, instance_devices: int) -> tuple[int, Hardware]:
@@ -119,9 +121,10 @@ def parse_cluster(text: str | None, hardware: Hardware, instance_devices: int) -
 
 @dataclass(frozen=True)
 class ShapeSizes:
-    """The bytes of a padded model on each of `tp` devices (`planning.workspace.Sizes`)."""
+    """The bytes of a padded model on each of `tp` devices (`planning.workspace.DegreeSizes`)."""
 
     shape: ModelShape
+    config: ModelConfig  # of the same model
     tp: int
     page_size: int
     kv_cache_dtype: str

@@ -22,7 +22,6 @@ from jaxserve.control.plan_yaml import from_yaml
 from jaxserve.control.policies import load_policy
 from jaxserve.control.policy import Policy
 from jaxserve.control.reconfigure import PlanFacts, commit
-from jaxserve.control.resources import Resources
 from jaxserve.control.transitions import Outcome, Transition
 from jaxserve.core.clock import Clock, VirtualClock
 from jaxserve.core.errors import ConfigError, JaxserveError
@@ -35,7 +34,7 @@ from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.step_log import Arrival, DecisionRecord, Recording, Step, Tick, decision_record
+from jaxserve.engine.step_log import Arrival, DecisionRecord, Recording, Step, Tick, decision_record, resources_of
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.instance import SimInstance
@@ -193,7 +192,12 @@ class _Replay:
 
     def __init__(self, recording: Recording, policy: Policy | None):
         facts, plan = recording.facts, from_yaml(json.dumps(recording.facts["plan"]))
-        resources = replace(_resources(facts["resources"]), costs=recording.costs)
+        resources = replace(
+            resources_of(facts["resources"], plan),
+            costs=recording.costs,
+            shapes=_buckets(facts),
+            page_size=facts["page_size"],
+        )
         if policy is None:
             policy = load_policy(facts["policy"], resources, facts["swap_order"], slo_ttft=facts["slo_ttft"])
         self._recording, self._clock = recording, VirtualClock()
@@ -341,9 +345,3 @@ def _plan_fields(instance: InstancePlan, version: int) -> Snapshot:
 
 def _buckets(facts: Mapping[str, Any]) -> Buckets:
     return Buckets(**{**facts["buckets"], "widths": tuple(facts["buckets"]["widths"])})
-
-
-def _resources(value: Mapping[str, Any]) -> Resources:
-    layers = {(block, precision): size for block, precision, size in value["layer_bytes"]}
-    sequences = {name: tuple(value[name]) for name in ("fixed", "page_bytes", "segments", "in_place") if name in value}
-    return Resources(**{**value, **sequences, "layer_bytes": layers})

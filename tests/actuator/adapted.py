@@ -24,7 +24,6 @@ from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.blocks import LoadedBlock, Parameter
 from jaxserve.kernels.native import kv as native
-from jaxserve.planning.memory import STAGE_ENTRIES
 from tests.support.canary import Canary
 from tests.support.internals import between_steps, kept_variants, layer_source_of, run_pending_calls
 
@@ -172,14 +171,16 @@ class Adapted:
         Everything: blocks, kept layers, `beside` (arrays next to them), `made` (bytes by device of an unfinished copy),
         pages, and room for a step.
         """
-        ledger = self.built.resolved.ledger
+        resolved = self.built.resolved
         while True:
-            entries = dict(ledger.entries)
+            entries = {device: ledger.entries for device, ledger in resolved.ledgers.items()}
             held, pages = self._held(beside, made or {})
-            if ledger.entries == entries:  # otherwise a transition has ended meanwhile, in the actuator's thread
+            # Otherwise a transition has ended meanwhile, in the actuator's thread.
+            if entries == {device: ledger.entries for device, ledger in resolved.ledgers.items()}:
                 break
-        assert sum(entries.values()) <= ledger.budget
-        assert max(held.values()) <= sum(entries.get(name, 0) for name in STAGE_ENTRIES)
+        for device, sizes in entries.items():
+            assert sum(sizes.values()) <= resolved.ledgers[device].budget
+            assert held[resolved.devices[device]] <= sum(sizes.values()) - sizes.get("runtime", 0)
         return pages
 
     def _held(self, beside: Sequence[Array], made: Mapping[object, int]) -> tuple[Counter, int]:
@@ -192,11 +193,11 @@ class Adapted:
             share = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             held.update(dict.fromkeys(leaf.sharding.device_set, share))
         for instance in self.plan.instances:
-            for memory, stage in zip(self.built.resolved.stages, instance.stages, strict=True):
-                size = self.built.resolved.kv_bytes(memory, stage.kv_pages)
-                pages += size * len(stage.devices)
+            for stage in instance.stages:
+                entries = self.built.resolved.limits.stage_entries(stage)
+                pages += entries["kv"] * stage.tp
                 for device in stage.devices:
-                    held[self.built.resolved.devices[device]] += size + memory.workspace
+                    held[self.built.resolved.devices[device]] += entries["kv"] + entries["workspace"]
         return held, pages
 
     def ended(self, outcome: str) -> int:

@@ -1,7 +1,7 @@
 """A transition that fails at any point leaves no trace, and the next one succeeds."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.actuator import actuator
 from jaxserve.build import build
+from jaxserve.control.ledger import DeviceEntries
 from jaxserve.control.plan import Plan
 from jaxserve.control.transitions import SHRINK_PATIENCE
 from jaxserve.core.config import EngineConfig
@@ -18,6 +19,7 @@ from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.kernels import Pool
 from tests.actuator.adapted import GREEDY, OPTIONS, Adapted, pools_of, prompt, target_of, with_layer_precisions
 from tests.support.internals import layer_source_of, wrap_move_batch, wrap_pool_maker
+from tests.support.sizes import page_bytes
 
 
 @pytest.mark.parametrize("broken", ["prepare", "replace", "shrink_pools"])
@@ -263,17 +265,17 @@ def test_shrink_waits_for_pages_in_use_until_patience_ends(
 def test_failed_freeing_leaves_the_new_plan_in_force(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
-    ledger, tokens, failed = adapted.built.resolved.ledger, {}, []
-    entries, wanted = dict(ledger.entries), target_of(change, adapted.plan)
-    update = ledger.update
+    ledgers, tokens, failed = adapted.built.resolved.ledgers, {}, []
+    ledger, wanted = ledgers[0], target_of(change, adapted.plan)
+    entries, update = ledger.entries, ledgers.update
 
-    def failing(entries: Mapping[str, int]) -> None:
+    def failing(owner: str, entries: DeviceEntries) -> None:
         if adapted.plan.instances == wanted.instances:
             failed.append(threading.current_thread())
             raise MemoryBudgetError("less than there was")
-        update(entries)
+        update(owner, entries)
 
-    monkeypatch.setattr(ledger, "update", failing)
+    monkeypatch.setattr(ledgers, "update", failing)
     request = adapted.add(prompt(34, 60), GREEDY)
     adapted.commit_behind_a_step(wanted, tokens)
     while not adapted.settled():
@@ -318,7 +320,7 @@ def test_failed_segment_allocation_frees_the_segments_made_before(
         assert made[0][0].is_deleted()
         monkeypatch.undo()
         adapted.change(adapted.plan.with_kv_pages(0, 81))
-        assert pools.nbytes == 81 * built.resolved.stages[0].page
+        assert pools.nbytes == 81 * page_bytes(built.resolved)
         adapted.close()
         assert pools.nbytes == bytes_held
         built.close()

@@ -21,6 +21,7 @@ from jaxserve.planning.resolve import resolve
 from tests.actuator.adapted import GREEDY, OPTIONS, PRECISIONS, Adapted, prompt, target_of, with_layer_precisions
 from tests.actuator.mixed import MixedReference
 from tests.support.internals import layer_source_of, wrap_replan
+from tests.support.sizes import page_bytes
 
 
 def test_layer_swapped_during_an_answer_computes_the_following_tokens(adapted: Adapted, mixed: MixedReference) -> None:
@@ -153,13 +154,14 @@ def test_ledger_counts_every_byte_of_a_layer_once(tiny_model: Path, start: str) 
     That holds too where layers start in fewer bits, which are not loaded a second time to be kept.
     """
     built = build(EngineConfig(model=tiny_model, warmup=False, layer_precision=f"0-1:{start}", **OPTIONS))
-    adapted, entries = Adapted(built), built.resolved.ledger.entries
+    adapted = Adapted(built)
     assignments = [(start, start, "float32"), ("int4", start, "int8"), ("int4",) * 3, ("float32",) * 3]
     for precisions in [*assignments, assignments[0]]:
         adapted.change(with_layer_precisions(adapted.plan, precisions))
         loaded_blocks = adapted.steps.executor.blocks
         running = {id(leaf): leaf.nbytes for loaded in loaded_blocks for leaf in loaded.leaves}
         kept = {id(leaf): leaf.nbytes for leaf in adapted.kept_arrays()}
+        entries = built.resolved.ledger.entries
         assert len(adapted.kept) == 6
         assert entries["weights"] == sum(running.values())
         assert entries["weights"] + entries["variants"] == sum((running | kept).values())
@@ -223,14 +225,14 @@ def test_pool_grows_by_exactly_the_pages_that_swapped_layers_free(tiny_model: Pa
     small = replace(start, instances=with_layer_precisions(start, ("int4",) * 3).instances[:1] * dp)
 
     def beside_pages(plan: Plan) -> int:
-        entries = resolved.ledger_entries(plan)
+        entries = resolved.device_entries(plan.instances[0])[0]
         return sum(entries.values()) - entries["kv"]
 
     freed, sizes = beside_pages(start) - beside_pages(small), resolved.layer_bytes
     copied = 0 if dp == 1 else 3 * sizes["layers.0", "int4"]
     assert freed == 3 * sizes["layers.0", "float32"] - copied
     assert resources.kv_capacity(start.instances[0]) == 41
-    assert resources.kv_capacity(small.instances[0]) == 41 + freed // resources.page_bytes[0]
+    assert resources.kv_capacity(small.instances[0]) == 41 + freed // page_bytes(resolved)
     assert resources.max_pages == resources.kv_capacity(small.instances[0]), "and have room for as many"
 
 
@@ -240,7 +242,7 @@ def test_replaced_arrays_are_freed_after_the_steps_that_use_them(adapted: Adapte
     adapted.change(adapted.plan.with_kv_pages(0, 80))
     ledger, old, tokens = adapted.built.resolved.ledger, adapted.steps.executor.blocks[2], {}
     entries, wanted = dict(ledger.entries), target_of(change, adapted.plan)
-    less = entries | adapted.built.resolved.ledger_entries(wanted)
+    less = entries | adapted.built.resolved.device_entries(wanted.instances[0])[0]
     assert old.owned == old.leaves, "it is in nobody else's use"
     request = adapted.add(prompt(37, 60), GREEDY)
     adapted.commit_behind_a_step(wanted, tokens)

@@ -101,7 +101,7 @@ def test_plan_beyond_the_budget_is_rejected_and_retried_with_backoff() -> None:
     times = [decision.time for decision in driven.controller.decisions]
     assert times == pytest.approx([0, 1, 3, 7, 15], abs=0.5)
     outcome = driven.controller.decisions[-1].outcome
-    assert outcome.startswith("rejected: instance 0, stage 0 needs 0.621 GB per device: the budget is 0.621 GB")
+    assert outcome.startswith("rejected: device 0 needs 0.621 GB (weights 0.320, kv 0.201, fixed 0.100), 0.5 MB more")
 
 
 def test_failing_policy_leaves_the_plan_and_is_asked_again() -> None:

@@ -101,7 +101,7 @@ def test_kv_pressure_swaps_layers_of_all_stages() -> None:
 def test_layers_that_free_no_pages_do_not_block_the_following_layers() -> None:
     """The first two layers start in int8, which is kept as int4 is: a swap would only make them faster."""
     home = HOME.with_precisions(0, {"layers.3": "int8", "layers.7": "int8"})
-    driver = DrivenPolicy(plan=home, resources=replace(MACHINE, in_place=("int8", "int4")))
+    driver = DrivenPolicy(plan=home, resources=machine(in_place=("int8", "int4")))
     driver.plan = home.with_kv_pages(0, 481)  # both leave their 40 pages
     driver.state = driver.policy.init(driver.plan)
     assert driver.see_for(0, 0.5, kv_pages_used=470) == [0.2]

@@ -18,7 +18,7 @@ from tests.support.control import LAYER, MB, PAGE, home_plan, machine
 
 LAYERS = 6
 MACHINE = machine(LAYERS, pp=2)
-KEEPING = replace(MACHINE, in_place=("int8", "int4"))  # a layer in one of these takes nothing more
+KEEPING = machine(LAYERS, pp=2, in_place=("int8", "int4"))  # a layer in one of these takes nothing more
 
 
 @st.composite
@@ -43,12 +43,8 @@ def test_diff_leads_to_the_target_and_every_intermediate_plan_fits(machine: Reso
     for transition in diff(old, new, machine):
         before, plan = plan, transition.apply(plan)
         validate(plan, machine)
-        stages = [
-            (machine.stage_bytes(number, b), machine.stage_bytes(number, a))
-            for one, other in zip(before.instances, plan.instances, strict=True)
-            for number, (b, a) in enumerate(zip(one.stages, other.stages, strict=True))
-        ]
-        change = max((after - before for before, after in stages), key=abs)
+        changes = [machine.change(*both) for both in zip(before.instances, plan.instances, strict=True)]
+        change = max((size for by_device in changes for size in by_device.values()), key=abs)
         assert change == transition.bytes_needed - transition.bytes_freed
         assert transition.peak_bytes >= transition.bytes_needed
         needs.append(change > 0)
@@ -81,7 +77,7 @@ def test_layers_used_without_a_copy_change_in_one_batch() -> None:
     plan = home_plan()
     some = plan.with_precisions(0, {"layers.0": "int4", "layers.2": "int8"})
     other = plan.with_precisions(0, {"layers.1": "int4", "layers.3": "int4"}).with_kv_pages(0, 421)
-    way = diff(some, other, replace(machine(), in_place=("int8", "int4")))
+    way = diff(some, other, machine(in_place=("int8", "int4")))
     changed = [[getattr(transition, "block", "KV") for transition in batch] for batch in batches(way)]
     assert changed == [["layers.1", "layers.3"], ["layers.0", "layers.2"], ["KV"]]
     assert [len(batch) for batch in batches(diff(some, other, machine()))] == [1] * 5
@@ -90,7 +86,7 @@ def test_layers_used_without_a_copy_change_in_one_batch() -> None:
 
 def test_batches_never_mix_instances() -> None:
     plan, layers = home_plan(dp=2), {"layers.1": "int4", "layers.3": "int4"}
-    way = diff(plan, plan.with_precisions(0, layers).with_precisions(1, layers), replace(machine(), in_place=("int4",)))
+    way = diff(plan, plan.with_precisions(0, layers).with_precisions(1, layers), machine(in_place=("int4",)))
     assert [[transition.instance for transition in batch] for batch in batches(way)] == [[0, 0], [1, 1]]
 
 
@@ -112,7 +108,7 @@ def test_kv_capacity_is_what_the_budget_leaves_to_the_page() -> None:
 
 
 def test_pinned_layer_in_use_takes_no_further_bytes() -> None:
-    plan, resources = home_plan(), replace(machine(), in_place=("int8", "int4"))
+    plan, resources = home_plan(), machine(in_place=("int8", "int4"))
     small = plan.with_precisions(0, {"layers.0": "int4", "layers.9": "int8"})
     assert resources.kv_capacity(plan.instances[0]) == 401
     assert resources.kv_capacity(small.instances[0]) == 401 + 40 * MB // PAGE, "both layers' bytes, to the page"
@@ -162,11 +158,17 @@ def test_diff_of_plans_that_no_transition_connects_is_refused(change: Callable[[
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: p.with_kv_pages(0, 402), "needs 0.261 GB per device: the budget is 0.260 GB, in which 401 KV"),
+        (
+            lambda p: p.with_kv_pages(0, 402),
+            "device 0 needs 0.260 GB (kv 0.100, fixed 0.100, weights 0.060), 0.2 MB more than the budget",
+        ),
         (lambda p: p.with_kv_pages(0, 16), "16 KV pages: it must be from 17 (max_model_len) to 2000 (max_kv_pages)"),
         (lambda p: p.with_kv_pages(0, 2001), "2001 KV pages: it must be from 17"),
         (lambda p: stage_of(p, kv_pages=300), "stage 1 has 300 KV pages: it must have 401, as many as stage 0"),
-        (lambda p: stage_of(p, devices=(0,)), "device 0 has 2 stages"),
+        (
+            lambda p: stage_of(p, devices=(0,)),
+            "device 0 needs 0.520 GB (kv 0.200, fixed 0.200, weights 0.120), 260.2 MB",
+        ),
         (lambda p: p.with_precisions(0, {"layers.1": "fp8"}), "cannot have precision 'fp8'"),
     ],
 )

@@ -14,6 +14,7 @@ from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.planning.resolve import resolve
 from tests.support.internals import core_of, executor_of
 from tests.support.reference import Reference
+from tests.support.sizes import page_bytes
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "memory_gb": 4, "kv_cache_dtype": "int8"}
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -113,10 +114,10 @@ def test_int8_page_count_follows_from_the_page_bytes(tiny_model: Path) -> None:
 
     full, int8 = resolved(kv_cache_dtype="auto"), resolved()
     layers, heads, size, dim = 3, 2, 16, 16
-    assert full.stages[0].page == layers * heads * 2 * size * dim * 4  # float32
-    assert int8.stages[0].page == layers * heads * 2 * size * (dim + 4)
+    assert page_bytes(full) == layers * heads * 2 * size * dim * 4  # float32
+    assert page_bytes(int8) == layers * heads * 2 * size * (dim + 4)
     fixed = full.ledger.used - full.ledger.entries["kv"]
-    budget = (fixed + 40.5 * full.stages[0].page) / 1e9
+    budget = (fixed + 40.5 * page_bytes(full)) / 1e9
     pages = [r.plan.instances[0].stages[0].kv_pages for r in (resolved(kv_cache_dtype="auto", memory_gb=budget),
                                                               resolved(memory_gb=budget))]  # fmt: skip
     assert pages == [40, int(40.5 * 64 / 20)]

@@ -18,6 +18,7 @@ from jaxserve.kernels.native import kv as native
 from jaxserve.planning.resolve import resolve
 from tests.support.canary import Canary
 from tests.support.internals import move_program_of
+from tests.support.sizes import page_bytes
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32, "memory_gb": 8}
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -111,7 +112,8 @@ def test_segmented_pool_resizes_change_no_token_and_compile_nothing(
     config = EngineConfig(model=tiny_model, kv_pages=80, max_kv_pages=160, kernel_backend="xla", **(OPTIONS | options))
     built = build(config)
     resized, compiled = Resized(built), dict(built.compilations.counts)
-    pools, (stage,) = resized.executor.pools, built.resolved.stages
+    pools, limits = resized.executor.pools, built.resolved.limits
+    page = page_bytes(built.resolved)
     assert pools.sizes == (81, 20, 20, 20, 20)
     expected = resized.run()
     resized.pages.clear_cache()
@@ -120,8 +122,10 @@ def test_segmented_pool_resizes_change_no_token_and_compile_nothing(
     assert built.compilations.counts == compiled
     for pages, taken in ((161, 161), (102, 121), (101, 101), (50, 81)):
         resized.resize(pages)
-        assert pools.nbytes == taken * stage.page * config.tp
-        assert built.resolved.kv_bytes(stage, pages) == taken * stage.page
+        assert pools.nbytes == taken * page * config.tp
+        (instance,) = built.resolved.plan.with_kv_pages(0, pages).instances
+        entries = limits.device_entries(instance)
+        assert [sizes["kv"] for sizes in entries.values()] == [taken * page] * config.tp
     built.close()
 
 
@@ -145,7 +149,7 @@ def test_ledger_covers_the_memory_that_elastic_pools_hold(tiny_model: Path) -> N
     if not is_elastic("cpu"):
         pytest.skip("needs the native library and Linux, where pools take memory page by page")
     built = build(EngineConfig(model=tiny_model, kv_pages=200, max_kv_pages=100_000, warmup=False, **OPTIONS))
-    resized, page = Resized(built, watched=False), built.resolved.stages[0].page
+    resized, page = Resized(built, watched=False), page_bytes(built.resolved)
     pools = resized.executor.pools
     assert pools.nbytes == 100_001 * page
     assert built.resolved.ledger.entries["kv"] == 201 * page + len(pools) * GRANULE
@@ -161,10 +165,10 @@ def test_ledger_counts_whole_segments(tiny_model: Path, not_elastic: None) -> No
     config = EngineConfig(model=tiny_model, kv_pages=20, max_kv_pages=60, max_model_len=128, **OPTIONS)
     resolved = resolve(config)
     assert resolved.segments == (21, 10, 10, 10, 10)
-    assert resolved.ledger.entries["kv"] == 21 * resolved.stages[0].page
+    assert resolved.ledger.entries["kv"] == 21 * page_bytes(resolved)
     most = resolve(EngineConfig(model=tiny_model, kv_pages=20, max_kv_pages=10_000_000, max_model_len=128, **OPTIONS))
     room = most.ledger.free + most.ledger.entries["kv"]
-    assert most.reserved_kv_pages == room // most.stages[0].page, "no more than may ever fit"
+    assert most.reserved_kv_pages == room // page_bytes(most), "no more than may ever fit"
     with pytest.raises(MemoryBudgetError, match="kv needs"):
         resolve(EngineConfig(model=tiny_model, kv_pages=10_000_000, max_model_len=128, **OPTIONS))
 

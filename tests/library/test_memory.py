@@ -14,6 +14,7 @@ from jaxserve.planning.memory import RUNTIME
 from jaxserve.planning.resolve import resolve
 from tests.conftest import TINY
 from tests.support.internals import stage_on_padding
+from tests.support.sizes import page_bytes
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8}
 
@@ -23,7 +24,7 @@ def test_kv_pages_follow_from_the_memory_budget(tiny_model: Path) -> None:
     assert roomy.ledger.used <= roomy.ledger.budget
     assert roomy.plan.instances[0].stages[0].kv_pages == 8 * 256 // 16 + 1  # all that eight sequences can use
     fixed = roomy.ledger.used - roomy.ledger.entries["kv"]
-    page = roomy.stages[0].page
+    page = page_bytes(roomy)
     tight = resolve(EngineConfig(model=tiny_model, memory_gb=(fixed + 40.5 * page) / 1e9 + 0.05, **OPTIONS))
     assert tight.ledger.used <= tight.ledger.budget
 

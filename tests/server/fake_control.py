@@ -148,6 +148,7 @@ class FakeControl:
             "busy": bool(started),
             "note": NOTE if int4_layers(time) and not started else "",
             "budget": BUDGET,
+            "devices": [{"device": 0, "used": BUDGET // 2}],
             "ledger": {
                 "weights": sample["weight_bytes"],
                 "kv": sample["kv_used_bytes"] + sample["kv_free_bytes"] + ROUNDING,

@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from jaxserve.cli.main import app
-from jaxserve.control import Ledger
+from jaxserve.control import DeviceLedgers, Ledger
 from jaxserve.control.controller import Controller
 from jaxserve.control.policies import POLICY_NAMES, MorphPolicy, load_policy
 from jaxserve.control.service import ControlPlane
@@ -46,7 +46,7 @@ class Server:
         self.control = ControlPlane(
             self.controller,
             MACHINE,
-            Ledger(MACHINE.budget),
+            DeviceLedgers({0: Ledger(MACHINE.budget)}),
             SystemClock(),
             snapshots=lambda: [Snapshot(kv_pages_total=400)],
             policy_names=POLICY_NAMES,

@@ -1,13 +1,22 @@
 """Transitions in virtual time: the real engine core and step loop, on a device that only counts seconds."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxserve.control import InstancePlan, Ledger, Outcome, Plan, ResizeKVPool, Resources, SwapPrecision, Transition
+from jaxserve.control import (
+    DeviceLedgers,
+    InstancePlan,
+    Ledger,
+    Outcome,
+    Plan,
+    ResizeKVPool,
+    Resources,
+    SwapPrecision,
+    Transition,
+)
 from jaxserve.control.controller import Controller
 from jaxserve.control.diff import apply, diff
 from jaxserve.control.policies.fixed import ManualPolicy
@@ -102,24 +111,23 @@ class World:
         `kept` are the precisions in which layers are pinned on the host.
         """
         self.clock = VirtualClock()
-        self.resources: Resources = replace(machine(LAYERS, home_pages=PAGES), in_place=kept)
+        self.resources: Resources = machine(LAYERS, home_pages=PAGES, in_place=kept)
         self.home = home_plan(LAYERS, pages=PAGES, dp=dp)
         self.links = SharedLinks({"pcie": Link(bandwidth, 0.0)})
         self.instances = [self._instance(number) for number in range(dp)]
+        self.buffer = {"exchange": exchange} if exchange else {}
         used = exchange + sum(self.entries(self.home).values())
-        self.ledger = Ledger(used + spare)
-        if exchange:
-            self.ledger.reserve("exchange", exchange)
-        for name, size in self.entries(self.home).items():
-            self.ledger.reserve(name, size)
+        self.ledgers = DeviceLedgers({device: Ledger(used + spare) for device in range(dp)})
+        for number, instance in enumerate(self.home.instances):
+            self.ledgers.update(str(number), self.device_entries(instance))
         self.actuator = SimActuator(
             self.home,
             self.instances,
             self.clock,
             self.links,
             ["pcie"] * dp,
-            ledger=self.ledger,
-            entries=self.entries,
+            ledgers=self.ledgers,
+            entries=self.device_entries,
             plan_fields=self.plan_fields,
             compile_seconds=compile_seconds,
             warm=warm,
@@ -135,11 +143,19 @@ class World:
         core = EngineCore(scheduler, INFO, None, EngineMetrics("model"), plan_fields=plan_fields, index=number)
         return ServedInstance(core, PlannedDevice(self.clock, self.run_until), self.home.instances[number])
 
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger of the fullest device."""
+        return self.ledgers.fullest
+
+    def device_entries(self, instance: InstancePlan) -> dict[int, dict[str, int]]:
+        (stage,) = instance.stages
+        return {stage.devices[0]: self.entries(Plan(0, (instance,))) | self.buffer}
+
     def entries(self, plan: Plan) -> dict[str, int]:
-        stages = [instance.stages[0] for instance in plan.instances]
-        sizes = [(self.resources.weight_bytes(stage), stage.kv_pages * PAGE) for stage in stages]
-        weights, kv = max(sizes, key=sum)
-        return {"weights": weights, "kv": kv}
+        """Return the entries of the first instance without the swap buffer."""
+        entries = self.resources.stage_entries(plan.instances[0].stages[0])
+        return {name: entries[name] for name in ("weights", "kv")}
 
     def plan_fields(self, plan: Plan, number: int) -> Snapshot:
         return Snapshot(plan_version=plan.version, kv_pages_total=plan.instances[number].kv_pages - 1)

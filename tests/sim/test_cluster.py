@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from jaxserve.control import Resources, SizeTable
 from jaxserve.control.resources import validate
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
+from jaxserve.planning.memory import MemoryPlan
 from jaxserve.sim.cluster import resolve_cluster
 from jaxserve.sim.shape import ModelShape
 from tests.sim.machines import CPU
@@ -48,18 +50,22 @@ def test_pages_and_bytes_are_those_of_the_real_engine(options) -> None:
     real = resolution.resolve(replace(config, memory_gb=(host + 0.5) / 1e9))
     if not real.granule:
         pytest.skip("the native kernels are not there: pools are not elastic")
-    for field in ("plan", "variants", "reserved_kv_pages", "max_model_len", "buckets", "stages", "layer_bytes"):
+    for field in ("plan", "variants", "reserved_kv_pages", "max_model_len", "buckets", "layer_bytes"):
         assert getattr(simulated, field) == getattr(real, field), field
     assert simulated.max_model_len == real.info.max_model_len
     less = runtime - real.ledger.entries["runtime"]
     assert simulated.ledger.entries == real.ledger.entries | {"runtime": runtime}
     assert simulated.ledger.budget == real.ledger.budget + less
-    theirs = real.resources(1e9)
-    fixed = tuple(size + less for size in theirs.fixed)
-    assert simulated.resources(1e9) == replace(theirs, budget=theirs.budget + less, fixed=fixed)
+    ours, theirs = (table_of(memory) for memory in (simulated, real))
+    assert ours == replace(theirs, budget=theirs.budget + less, runtime=theirs.runtime + less)
     assert simulated.plan_fields(simulated.plan, 0) == real.plan_fields(real.plan, 0)
     assert ("variants" in real.ledger.entries) == bool(real.variants)  # pinned on the host if anyone may request them
     validate(real.plan, theirs)  # the plan at the start stays valid
-    (instance,) = real.plan.instances
-    in_use = max(theirs.stage_bytes(number, stage) for number, stage in enumerate(instance.stages))
-    assert in_use == real.ledger.used
+    in_use = theirs.device_bytes(*real.plan.instances)
+    assert in_use == {device: ledger.used for device, ledger in real.ledgers.items()}
+
+
+def table_of(memory: MemoryPlan) -> Resources:
+    """Return the limits of plans with their sizes as numbers, which can be compared."""
+    resources = memory.resources(1e9)
+    return replace(resources, sizes=SizeTable.of(resources.sizes, memory.plan.instances[0]))

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from jaxserve.control import Outcome, Plan, Resources, SwapPrecision, Transition, block_chain, parallel_plan
+from jaxserve.control import Outcome, Plan, Resources, SizeTable, SwapPrecision, Transition, block_chain, parallel_plan
 from jaxserve.control.policies import MorphSettings
 from jaxserve.telemetry import Recent, Snapshot
 from jaxserve.telemetry.metrics import TIME_BOUNDS
@@ -16,15 +16,25 @@ TO_INT4 = MorphSettings(entry_interval=0.5, most_layers=0.75, rest="")  # three 
 
 
 def machine(
-    layers: int = 16, *, home_pages: int = 401, max_pages: int = 2000, pp: int = 1, segments: tuple[int, ...] = ()
+    layers: int = 16,
+    *,
+    home_pages: int = 401,
+    max_pages: int = 2000,
+    pp: int = 1,
+    segments: tuple[int, ...] = (),
+    in_place: tuple[str, ...] = (),
 ) -> Resources:
     """Return devices on which `home_pages` pages fit next to layers in full precision, spread evenly over stages."""
-    each = layers // pp
+    each, page = layers // pp, PAGE // layers
+    first = ("embed", *(f"layers.{each * stage}" for stage in range(1, pp)))
     return Resources(
-        budget=100 * MB + each * LAYER["bfloat16"] + home_pages * (PAGE // pp),
-        fixed=(100 * MB,) * pp,
-        layer_bytes={(f"layers.{n}", precision): size for n in range(layers) for precision, size in LAYER.items()},
-        page_bytes=(PAGE // pp,) * pp,
+        budget=100 * MB + each * LAYER["bfloat16"] + home_pages * each * page,
+        sizes=SizeTable(
+            layers={(f"layers.{n}", precision): size for n in range(layers) for precision, size in LAYER.items()},
+            fixed=dict.fromkeys(first, 100 * MB),
+            pages={f"layers.{n}": page for n in range(layers)},
+            in_place=in_place,
+        ),
         min_pages=17,
         max_pages=max_pages,
         copy_rate=1000 * MB,

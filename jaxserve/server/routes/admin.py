@@ -87,11 +87,12 @@ async def decisions(state: State, limit: Annotated[int, Query(ge=1, le=MAX_DECIS
 
 @router.get("/ledger", response_model=None, responses=documented(Ledger))
 async def ledger(state: State) -> Response:
-    """Return the bytes of every ledger entry, and the budget."""
+    """Return the bytes of every ledger entry of the fullest device, the budget, and the bytes used on each device."""
     now = state.control().status()
     entries, budget = now["ledger"], now["budget"]
     used = sum(entries.values())
-    return json_response({"budget": budget, "used": used, "free": budget - used, "entries": entries})
+    free, devices = budget - used, now["devices"]
+    return json_response({"budget": budget, "used": used, "free": free, "entries": entries, "devices": devices})
 
 
 router.include_router(json_router)

@@ -33,6 +33,13 @@ class Pages(AdminResponse):
     most: int
 
 
+class DeviceUse(AdminResponse):
+    """The bytes that the ledger of one device counts."""
+
+    device: int
+    used: int
+
+
 class Status(AdminResponse):
     """The current state of the engine, in bytes and in seconds of the engine's clock."""
 
@@ -43,8 +50,9 @@ class Status(AdminResponse):
     target_version: int | None = None  # version of the plan that the engine is changing to
     busy: bool
     note: str = ""  # why the policy waits
-    budget: int
-    ledger: dict[str, int]
+    budget: int  # of each device
+    ledger: dict[str, int]  # of the fullest device
+    devices: list[DeviceUse] = []
     layers: list[list[PlannedBlock]]  # per instance
     kv_pages: Pages
     snapshot: dict
@@ -52,12 +60,13 @@ class Status(AdminResponse):
 
 
 class Ledger(AdminResponse):
-    """The bytes of every ledger entry, and the budget."""
+    """The bytes of every ledger entry of the fullest device, and the budget of each device."""
 
     budget: int
     used: int
     free: int
     entries: dict[str, int]
+    devices: list[DeviceUse] = []
 
 
 class Decision(AdminResponse):
