@@ -21,12 +21,15 @@ Fields = Mapping[str, Any]
 
 
 def overview(status: Fields, plan_yaml: str, decisions: Sequence[Fields]) -> RenderableType:
-    """Return the plan as a table, the ledger and the latest decisions."""
+    """Return the plan as a table, the ledger of the fullest device and the latest decisions."""
     ledger = Table.grid(padding=(0, 2))
     ledger.add_column()
     ledger.add_column(justify="right")
     entries = sorted(status["ledger"].items(), key=lambda entry: -entry[1])
     used = sum(size for _, size in entries)
+    devices = status.get("devices", ())
+    if len(devices) > 1:
+        ledger.add_row(Text(f"the fullest of {len(devices)} devices"), "")
     for name, size in (*entries, ("left of the budget", status["budget"] - used)):
         ledger.add_row(Text(name), size_text(size))
     parts: list[RenderableType] = [_headline(status), "", Text(plan_table(from_yaml(plan_yaml))), "", ledger]

@@ -126,3 +126,20 @@ def test_ledger_counts_compiled_programs_on_the_host(tiny_model: Path) -> None:
     assert runtime(variants=("int8", "int4")) > alone  # programs of layers in these, too
     assert runtime(policy="morph") > runtime(variants=("int8", "int4"))  # and steps of the plans that it foresees
     assert runtime(dp=2) - RUNTIME == pytest.approx(2 * (alone - RUNTIME), abs=2)  # each instance has its own
+
+
+@pytest.mark.parametrize("options", [{"variants": ("int8", "int4")}, {"precision": "int4"}, {"pp": 2}])
+def test_bytes_of_blocks_split_otherwise_are_those_of_an_engine_that_splits_them(
+    tiny_model: Path, options: dict
+) -> None:
+    """An engine knows the bytes of placements that it does not have, in the padding that they need."""
+    base = {"model": tiny_model, "memory_gb": 8} | OPTIONS
+    one = resolve(EngineConfig(**base, **options))
+    for tp in (2, 4):
+        other = resolve(EngineConfig(**base, **options, tp=tp))
+        for stage in other.plan.instances[0].stages:
+            ours, theirs = one.limits.stage_entries(stage), other.limits.stage_entries(stage)
+            assert {name: ours[name] for name in ours if name != "kv"} == {
+                name: theirs[name] for name in theirs if name != "kv"
+            }
+            assert one.limits.page_bytes(stage) == other.limits.page_bytes(stage)
