@@ -26,11 +26,14 @@ from jaxserve.telemetry import Snapshot
 
 log = logging.getLogger(__name__)
 
-# Host memory of a process, measured on Linux with jax 0.10 (2026-11-27) at first starts, which compile. Later starts
-# load what was compiled and need 250 MB less.
-RUNTIME = 420_000_000  # bytes: interpreter, JAX and server, with a margin of about 60 MB
-PROGRAM = 2_000_000  # bytes of a block's program for one step shape
-FUSED_LAYER = 500_000  # bytes of each layer in a program that runs a whole step
+# Host memory of a server process at its peak, measured on Linux with jax 0.10 and two processors by
+# bench/process_memory.py (2026-11-27). These are first starts, which compile. Later starts load what was compiled and
+# need 40 to 75 MB less. Native kernels multiplied; programs in which XLA multiplies were not measured.
+RUNTIME = 318_000_000  # bytes: interpreter, JAX, server and compiler
+PROGRAM = 700_000  # bytes of the programs of one kind of block for one step shape
+FUSED_LAYER = 100_000  # bytes of each layer in a program that runs a whole step
+VARIANTS = 50_000_000  # bytes for making and warming variants of layers
+XLA_SAMPLER = 6_100_000  # bytes for one step shape where XLA samples: sorts are large programs
 PROGRAMS = 3  # programs per step shape besides those of the layers
 MAX_FORESEEN = 4  # precision assignments that a policy names in advance, in addition to the one at the start
 POLICIES_WITHOUT_FORESIGHT = (STATIC, "manual")
@@ -143,7 +146,9 @@ def runtime_bytes(spec: EngineSpec, model: ModelConfig, instances: int = 1) -> i
     programs = PROGRAMS + config.pp * len(kinds) * len(spec.precisions)
     assignments = 1 if config.policy in POLICIES_WITHOUT_FORESIGHT else 1 + MAX_FORESEEN
     fused = 0 if config.fuse is False else assignments * model.num_layers * sum(not shape.tiles for shape in shapes)
-    return RUNTIME + instances * (PROGRAM * programs * len(shapes) + FUSED_LAYER * fused)
+    by_shape = PROGRAM * programs + (XLA_SAMPLER if config.tp > 1 or config.kernel_backend == "xla" else 0)
+    variants = VARIANTS if spec.variants else 0
+    return RUNTIME + variants + instances * (by_shape * len(shapes) + FUSED_LAYER * fused)
 
 
 def plan_memory(

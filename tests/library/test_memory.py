@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, MemoryBudgetError
 from jaxserve.build import build
+from jaxserve.kernels import is_elastic
 from jaxserve.planning.memory import RUNTIME
 from jaxserve.planning.resolve import resolve
 from tests.conftest import TINY
@@ -143,3 +146,23 @@ def test_bytes_of_blocks_split_otherwise_are_those_of_an_engine_that_splits_them
                 name: theirs[name] for name in theirs if name != "kv"
             }
             assert one.limits.page_bytes(stage) == other.limits.page_bytes(stage)
+
+
+def test_ledger_covers_the_resident_memory_of_a_first_start(tmp_path: Path) -> None:
+    if not is_elastic("cpu"):
+        pytest.skip("the constants are those of native kernels")
+    script = """
+import sys
+from pathlib import Path
+from jaxserve import EngineConfig
+from jaxserve.build import build
+import jaxserve.server.app  # a server's modules count, too
+built = build(EngineConfig(memory_gb=4, kv_pages=20, max_num_seqs=8, compile_cache=sys.argv[1]))
+fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+print(built.resolved.ledger.used, int(fields["VmHWM"].split()[0]) * 1024)
+built.close()
+"""
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
+    planned, peak = map(int, done.stdout.split()[-2:])
+    # Without requests the process needs somewhat less than the ledger has for them.
+    assert 0.85 * planned <= peak <= 1.1 * planned

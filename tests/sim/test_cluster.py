@@ -22,17 +22,17 @@ LLAMA = ModelShape.load("llama-3-8b")
     [
         {"memory_gb": 1.0},
         {"memory_gb": 2.0, "policy": "morph", "variants": ("int4",)},
-        {"memory_gb": 1.036, "policy": "morph"},  # less than wanted, and layers can give some
-        {"memory_gb": 1.036, "policy": "morph", "max_kv_pages": 400},
-        {"memory_gb": 1.036, "policy": "morph", "kv_pages": 50},
+        {"memory_gb": 0.644, "policy": "morph"},  # less than wanted, and layers can give some
+        {"memory_gb": 0.644, "policy": "morph", "max_kv_pages": 400},
+        {"memory_gb": 0.644, "policy": "morph", "kv_pages": 50},
         {"memory_gb": 1.4, "policy": "morph-performance", "variants": ("int8", "int3")},
         {"memory_gb": 1.3, "kv_pages": 100, "max_kv_pages": 300, "policy": "morph"},
         {"memory_gb": 1.3, "kv_pages": 100, "policy": "morph"},
-        {"memory_gb": 0.79},  # less than all sequences could use
-        {"memory_gb": 0.846, "variants": ("int4",)},  # variants for operators, without a policy
+        {"memory_gb": 0.54},  # less than all sequences could use
+        {"memory_gb": 0.616, "variants": ("int4",)},  # variants for operators, without a policy
         {"memory_gb": 1.0, "precision": "int4"},
         {"memory_gb": 1.3, "layer_precision": "0-3:int8", "variants": ("int4",), "policy": "morph"},
-        {"memory_gb": 0.79, "kv_cache_dtype": "int8"},
+        {"memory_gb": 0.54, "kv_cache_dtype": "int8"},
         {"memory_gb": 1.0, "max_model_len": 512, "max_num_seqs": 7, "max_num_batched_tokens": 107, "page_size": 8},
         {"memory_gb": 1.6, "pp": 3, "policy": "morph"},
         {"memory_gb": 1.0, "tp": 2},
