@@ -16,11 +16,12 @@ METHOD = "awq"
 PRECISIONS = ("int8", "int4", "int3")
 
 
-def ensure_prepared(model: Path, folder: Path) -> Path:
+def ensure_prepared(model: Path, folder: Path, *, pieces: int = 64) -> Path:
     """Return the copy of a checkpoint under `folder`, made if it is missing or its variants are of other weights.
 
     Its files are links to those of `model`, except the variants, and the sensitivity profile of a model that has one:
-    the copy's profile is measured with the copy's variants. Both are made from text of the standard library.
+    the copy's profile is measured with the copy's variants. Both are made from text of the standard library;
+    AWQ reads `pieces` of 512 tokens.
     """
     copy = folder / model.name
     copy.mkdir(parents=True, exist_ok=True)
@@ -34,9 +35,8 @@ def ensure_prepared(model: Path, folder: Path) -> Path:
         profile.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory() as texts:
             calibration, _ = _written_texts(Path(texts))
-            _jaxserve(
-                "quantize", copy, "--method", METHOD, "--precisions", ",".join(PRECISIONS), "--calib", calibration
-            )
+            options = ("--method", METHOD, "--precisions", ",".join(PRECISIONS), "--calib-samples", str(pieces))
+            _jaxserve("quantize", copy, *options, "--calib", calibration)
     if (model / PROFILE).is_file() and not profile.is_file():
         with tempfile.TemporaryDirectory() as texts:
             calibration, held_out = _written_texts(Path(texts))

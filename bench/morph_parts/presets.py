@@ -67,7 +67,8 @@ def setup_of(name: str, cache: Path, *, awq: bool, slo_ttft: float, kv_pages: in
     else:
         model = bundled_model_path() if name == BUNDLED else ensure_checkpoint(name, cache)
         if awq:
-            model = ensure_prepared(model, cache / "awq")
+            pieces = 64 if name == BUNDLED else 8  # random weights have nothing to lose
+            model = ensure_prepared(model, cache / "awq", pieces=pieces)
     return Setup(
         model,
         kv_pages or preset.kv_pages,

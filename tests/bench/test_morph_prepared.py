@@ -61,7 +61,7 @@ def test_a_model_without_a_checkpoint_has_a_configuration_and_prompts(name, tmp_
 
 
 def test_the_bundled_model_is_served_from_a_copy_only_if_it_is_prepared(tmp_path, monkeypatch):
-    monkeypatch.setattr(presets, "ensure_prepared", lambda model, folder: folder / model.name)
+    monkeypatch.setattr(presets, "ensure_prepared", lambda model, folder, pieces: folder / model.name)
     plain, copy = (setup_of(BUNDLED, tmp_path, awq=awq, slo_ttft=2.0, kv_pages=60) for awq in (False, True))
     assert copy.model == tmp_path / "awq" / plain.model.name
     assert plain.kv_pages == copy.kv_pages == 60
