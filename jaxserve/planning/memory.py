@@ -28,10 +28,12 @@ log = logging.getLogger(__name__)
 
 # Host memory of a server process at its peak, measured on Linux with jax 0.10 and two processors by
 # bench/process_memory.py (2026-11-27). These are first starts, which compile. Later starts load what was compiled and
-# need 40 to 75 MB less. Native kernels multiplied; programs in which XLA multiplies were not measured.
+# need 40 to 75 MB less with native kernels. Where XLA multiplies, the peak is that of the compiler during the start.
 RUNTIME = 318_000_000  # bytes: interpreter, JAX, server and compiler
 PROGRAM = 700_000  # bytes of the programs of one kind of block for one step shape
 FUSED_LAYER = 100_000  # bytes of each layer in a program that runs a whole step
+XLA_FUSED_LAYER = 3_000_000  # the same where XLA multiplies
+XLA_COMPILER = 400_000_000  # bytes that compiling products takes for a time
 VARIANTS = 50_000_000  # bytes for making and warming variants of layers
 XLA_SAMPLER = 6_100_000  # bytes for one step shape where XLA samples: sorts are large programs
 PROGRAMS = 3  # programs per step shape besides those of the layers
@@ -146,9 +148,11 @@ def runtime_bytes(spec: EngineSpec, model: ModelConfig, instances: int = 1) -> i
     programs = PROGRAMS + config.pp * len(kinds) * len(spec.precisions)
     assignments = 1 if config.policy in POLICIES_WITHOUT_FORESIGHT else 1 + MAX_FORESEEN
     fused = 0 if config.fuse is False else assignments * model.num_layers * sum(not shape.tiles for shape in shapes)
-    by_shape = PROGRAM * programs + (XLA_SAMPLER if config.tp > 1 or config.kernel_backend == "xla" else 0)
+    xla = config.kernel_backend == "xla"
+    by_shape = PROGRAM * programs + (XLA_SAMPLER if xla or config.tp > 1 else 0)
+    by_instance = by_shape * len(shapes) + (XLA_FUSED_LAYER if xla else FUSED_LAYER) * fused
     variants = VARIANTS if spec.variants else 0
-    return RUNTIME + variants + instances * (by_shape * len(shapes) + FUSED_LAYER * fused)
+    return RUNTIME + variants + (XLA_COMPILER if xla else 0) + instances * by_instance
 
 
 def plan_memory(
