@@ -25,7 +25,7 @@ import datetime
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def main() -> int:
     options = _options()
     deadline_s = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
     missing = []
-    for name in options.models.split(","):
+    for name in options.models:
         awq = options.method == METHOD and PRESETS[name].shape is None
         setup = setup_of(name, options.cache_dir, awq=awq, slo_ttft=options.slo, kv_pages=options.kv_pages)
         score = options.agreement and name == BUNDLED
@@ -102,8 +102,8 @@ def _rates(name: str, setup: Setup, options: argparse.Namespace, deadline_s: flo
     if not options.report_only:
         room, known = planned(setup)
         print(_budget(setup, room, known), flush=True)
-        chosen = [known[system] for system in options.systems.split(",")]
-        multiples = sorted({LIGHT_LOAD, *map(float, options.rates.split(","))})
+        chosen = [known[system] for system in options.systems]
+        multiples = sorted({LIGHT_LOAD, *options.rates})
         order = visits(known[FULL], chosen, multiples, one_server_each=preset.one_server_each)
         offered = Offered(
             _lengths(preset, options.lengths), prompts_of(name, setup.model), options.seconds, preset.at_once
@@ -122,18 +122,18 @@ def _rates(name: str, setup: Setup, options: argparse.Namespace, deadline_s: flo
     return missing
 
 
-def _lengths(preset: Preset, option: str | None) -> Trace:
-    """Return a trace whose lengths requests are drawn from: of one request for PROMPT+ANSWER, or that of the burst."""
-    if option == "trace":
+def _lengths(preset: Preset, option: tuple[int, int] | str | None) -> Trace:
+    """Return a trace whose lengths requests are drawn from: of one request, or that of the burst."""
+    if option == BURST:
         return with_lengths(_burst(SECONDS), preset.lengths)
-    prompt, answer = map(int, option.split("+")) if option else preset.fixed_lengths
+    prompt, answer = option or preset.fixed_lengths
     return Trace.of("fixed lengths", [0.0], [prompt], [answer])
 
 
 def _measure(name: str, setup: Setup, options: argparse.Namespace, out: Path) -> None:
     """Make all runs of one model."""
     room, known = planned(setup)
-    chosen = [known[system] for system in options.systems.split(",")]
+    chosen = [known[system] for system in options.systems]
     print(_budget(setup, room, known), flush=True)
     traffic = Traffic(PRESETS[name], prompts_of(name, setup.model), options)
     for number in range(options.rounds):
@@ -240,8 +240,15 @@ def _budget(setup: Setup, room: Envelope, known: Mapping[str, System]) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=(TRACES, RATES), default=TRACES)
-    parser.add_argument("--models", default=f"{BUNDLED},160m", help=f"of {', '.join(PRESETS)}; default: %(default)s")
-    parser.add_argument("--systems", help=f"of {', '.join(NAMES)}; default: all, for rates {','.join(SWEPT)}")
+    parser.add_argument(
+        "--models",
+        type=_names(PRESETS),
+        default=f"{BUNDLED},160m",
+        help=f"of {', '.join(PRESETS)}; default: %(default)s",
+    )
+    parser.add_argument(
+        "--systems", type=_names(NAMES), help=f"of {', '.join(NAMES)}; default: all, for rates {','.join(SWEPT)}"
+    )
     parser.add_argument("--rounds", type=int, help="default: 3, for rates 1")
     parser.add_argument("--seconds", type=float, help=f"of arrivals; default: {SECONDS} of a trace, 30 at each rate")
     parser.add_argument("--capacity", type=float, help="tokens/s of saturated full precision; default: measured")
@@ -268,17 +275,51 @@ def _options() -> argparse.Namespace:
         "--exchange-seconds", type=float, help="for measuring the cost of plan changes; 0: skip; default: the model's"
     )
     sweep = parser.add_argument_group(RATES)
-    sweep.add_argument("--rates", default="0.5,0.75,1,1.25,1.5,1.75", help="multiples of full precision's capacity")
     sweep.add_argument(
-        "--lengths", help="PROMPT+ANSWER in tokens, or trace: as the burst has them; default: the model's"
+        "--rates",
+        type=_multiples,
+        default="0.5,0.75,1,1.25,1.5,1.75",
+        help="multiples of full precision's capacity; default: %(default)s",
+    )
+    sweep.add_argument(
+        "--lengths",
+        type=_request_lengths,
+        help=f"tokens of all requests, such as 192+96, or {BURST}: those of its requests; default: the model's",
     )
     sweep.add_argument("--minutes", type=float, help="for all models; what would take longer is left out")
     options = parser.parse_args()
     swept = options.what == RATES
-    options.systems = options.systems or ",".join(SWEPT if swept else NAMES)
+    options.systems = options.systems or (SWEPT if swept else NAMES)
     options.rounds = options.rounds or (1 if swept else 3)
     options.seconds = options.seconds or (30.0 if swept else SECONDS)
     return options
+
+
+def _names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """Return a type of an option: names of `known`, separated by commas."""
+
+    def names(text: str) -> tuple[str, ...]:
+        found = tuple(text.split(","))
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; choose from {', '.join(known)}")
+        return found
+
+    return names
+
+
+def _multiples(text: str) -> tuple[float, ...]:
+    found = tuple(map(float, text.split(",")))
+    if not all(0 < multiple < math.inf for multiple in found):
+        raise argparse.ArgumentTypeError(f"{text}: rates are finite and above 0")
+    return found
+
+
+def _request_lengths(text: str) -> tuple[int, int] | str:
+    """Return (prompt, answer) in tokens, or the name of the trace that has lengths of its own."""
+    prompt, plus, answer = text.partition("+")
+    if text != BURST and not (plus and prompt.isdecimal() and answer.isdecimal() and int(prompt) and int(answer)):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither PROMPT+ANSWER, such as 192+96, nor {BURST}")
+    return BURST if text == BURST else (int(prompt), int(answer))
 
 
 if __name__ == "__main__":

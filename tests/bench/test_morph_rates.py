@@ -3,11 +3,13 @@
 import contextlib
 import json
 import math
+import sys
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
+from bench import morph
 from bench.morph_parts import rate_report, rates
 from bench.morph_parts.prepared import is_prepared
 from bench.morph_parts.quality import adaptation_figures
@@ -284,3 +286,19 @@ def test_pictures_leave_out_what_was_not_measured():
 
 def test_the_bundled_model_is_not_prepared():
     assert not is_prepared(bundled_model_path())
+
+
+@pytest.mark.parametrize(
+    ("words", "allowed"),
+    [
+        (["--models", "9b"], "choose from bundled, 160m, 8b, tiny"),
+        (["--systems", "full,other"], "unknown: other; choose from full, int4"),
+        (["--rates", "0,1"], "rates are finite and above 0"),
+        (["--lengths", "192"], "PROMPT+ANSWER, such as 192+96, nor burst"),
+    ],
+)
+def test_unknown_options_are_refused_with_what_is_allowed(words, allowed, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["morph", "rates", *words])
+    with pytest.raises(SystemExit):
+        morph.main()
+    assert allowed in capsys.readouterr().err
