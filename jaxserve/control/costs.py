@@ -91,6 +91,12 @@ class MeasuredCosts:
         counts = Counter(self.kinds)
         return sum(count * self.layers[kind].by_precision[precision](tokens) for kind, count in counts.items())
 
+    @property
+    def plausible(self) -> bool:
+        """True if all layers take time. Otherwise the times were measured on a machine that was too busy."""
+        curves = [curve for kind in self.layers.values() for curve in kind.by_precision.values()]
+        return all(seconds > 0 for curve in curves for _, seconds in curve.points)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the costs as values for JSON."""
         return asdict(self)

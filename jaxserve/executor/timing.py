@@ -52,8 +52,11 @@ BUDGET_S = 1.0  # time that all trials together should take
 MAX_S = 2.0  # time after which only the two most important cases are timed
 MIN_CASES = 2
 MIN_ROUNDS, MAX_ROUNDS = 3, 7  # repetitions of each trial; fewer if one round takes longer than its share
-BURST_S = 0.004  # time for which fast steps run before another trial takes its turn
-ALONE_S = 0.005  # a step that takes longer is timed alone, as the host's work between steps hardly matters
+# Consecutive fast steps over which the mean is taken: short, so that few are interrupted by other work.
+WINDOW = 3
+BURST_S = 0.003  # time for which fast steps run before another trial takes its turn
+FUSED_S = 0.02  # steps that take longer gain little by being fused, and whole ones would take long to time
+ALONE_S = 0.002  # a step that takes longer is timed alone, as the host's work between steps hardly matters
 
 # A step and the decoder layers that it runs through block by block; None for the model's, as while the engine serves.
 Trial = tuple[Work, tuple[LoadedBlock, ...] | None]
@@ -191,33 +194,29 @@ class CostTimer:
         long = self._cases.long_decodes()
         per_context = self._slope(running, self._cases.decodes(len(long.work.decodes), 1), long)
         per_prefill = self._slope(running, self._cases.chunk(late=False), self._cases.chunk(late=True))
-        times: dict[str, dict[Case, list[float]]] = {base: {}}
-        ratios: dict[str, dict[Case, float]] = {}
+        times: dict[str, dict[Case, float]] = {}
         for precision in precisions or (base,):
             with self._loaded(kind, precision) as variant:
-                chains = {base: running} if precision == base else {base: running, precision: variant}
                 for case in self._cases_in_time(main):
-                    found = self._time_layers(case, chains)
-                    times[base].setdefault(case, []).append(found[base])
-                    if precision != base:
-                        ratios.setdefault(precision, {})[case] = found[precision] / max(found[base], 1e-9)
-        full = {case: min(found) for case, found in times[base].items()}
-        by_precision = {base: full} | {
-            precision: {case: full[case] * ratio for case, ratio in of_case.items()}
-            for precision, of_case in ratios.items()
-        }
+                    for name, seconds in self._time_layers(case, {precision: variant, base: running}).items():
+                        of_precision = times.setdefault(name, {})
+                        of_precision[case] = min(seconds, of_precision.get(case, inf))
         curves = {
             precision: _curve(
                 (case.shape.tokens, seconds - per_context * case.context - per_prefill * case.prefill)
                 for case, seconds in found.items()
             )
-            for precision, found in by_precision.items()
+            for precision, found in times.items()
         }
         return LayerCosts(curves, per_context, per_prefill)
 
     def _time_layers(self, case: Case, chains: Mapping[str, Items[LoadedBlock]]) -> dict[str, float]:
-        """Return the time (s) of one layer of each chain in a step, and store the time of the step without layers."""
-        count = self._affordable(case, next(iter(chains.values())), len(chains) + 1)
+        """Return the time (s) of one layer of each chain in a step, and store the time of the step without layers.
+
+        The last chain is that of the layers that run at present, which is at most as long as the others.
+        """
+        *_, running = chains.values()
+        count = self._affordable(case, running, len(chains) + 1)
         trials: dict[str, Trial] = {"": (case.work, ())}
         trials |= {precision: (case.work, tuple(layers[:count])) for precision, layers in chains.items()}
         seconds = self._fastest(trials)
@@ -257,7 +256,7 @@ class CostTimer:
             layers[kind].by_precision[loaded.precision](tokens) + layers[kind].per_context * case.context
             for kind, loaded in running
         )
-        if rest + of_layers >= ALONE_S:
+        if rest + of_layers >= FUSED_S:
             return rest
         return max(0.0, self._fastest({"": (case.work, None)})[""] - of_layers)
 
@@ -322,23 +321,22 @@ class CostTimer:
     def _sample(self, work: Work, layers: Items[LoadedBlock] | None) -> float:
         """Return the time (s) of a step.
 
-        Fast steps run as in a step loop: the next one is dispatched before one has ended.
+        Fast steps run as in a step loop: the next one is dispatched before one has ended. The fastest few in a row
+        count.
         """
         alone = self._alone(work, layers)
         if alone >= ALONE_S:
             return alone
-        execute, count, seconds = self._executor.execute, 0, 0.0
+        execute, ends = self._executor.execute, list[float]()
         with self._through(layers):
-            before = execute(work)
             pending = execute(work)
-            before.fetch()
-            begin = self._now()
-            while seconds < BURST_S:
+            while len(ends) <= WINDOW or ends[-1] - ends[0] < BURST_S:
                 following = execute(work)
                 pending.fetch()
-                pending, count, seconds = following, count + 1, self._now() - begin
+                pending = following
+                ends.append(self._now())
             pending.fetch()
-        return seconds / count
+        return min(end - begin for begin, end in zip(ends, ends[WINDOW:], strict=False)) / WINDOW
 
     def _alone(self, work: Work, layers: Items[LoadedBlock] | None) -> float:
         with self._through(layers):
@@ -357,6 +355,7 @@ def step_costs(
     variants: Items[str],
     parameters: Callable[[str, str], Mapping[str, Parameter]],
     facts: Mapping[str, Any],
+    now: Callable[[], float] = time.perf_counter,
 ) -> MeasuredCosts:
     """Return the costs of steps on this machine: those of an earlier start, or else measured now (`CostTimer`).
 
@@ -366,8 +365,10 @@ def step_costs(
     costs = None if file is None else _read(file)
     if costs is not None and _covers(costs, instance, variants):
         return costs
-    costs = CostTimer(executor, model, instance, variants, parameters).measure()
-    if file is not None:
+    costs = CostTimer(executor, model, instance, variants, parameters, now).measure()
+    if not costs.plausible:
+        log.warning("the machine is busy: the costs of steps are rough, and the next start will time them again")
+    elif file is not None:
         try:
             write_json(file, costs.to_dict(), MAX_FILES)
         except OSError as error:
