@@ -151,7 +151,7 @@ class MeasuredInstance:
 
 
 def slow_precisions(costs: MeasuredCosts, full: str, max_rows: int) -> list[str]:
-    """Return a sentence for each precision whose layers are not faster than full precision at few decode rows.
+    """Return a sentence for each precision whose layers are not faster than full precision, at few and many decode rows.
 
     `full` is full precision, and `max_rows` are the decode rows of the largest step.
     """
@@ -163,7 +163,7 @@ def slow_precisions(costs: MeasuredCosts, full: str, max_rows: int) -> list[str]
             costs.layer_seconds(precision, size) / max(costs.layer_seconds(full, size), 1e-9)
             for size in (rows, 1, max_rows)
         )
-        if usual >= 1:
+        if usual >= 1 and most >= 1:
             sentences.append(
                 f"{precision} layers take {usual:.2f}x the time of {full} at {rows} decode rows here "
                 f"({least:.2f}x at 1, {most:.2f}x at {max_rows}): adaptation can gain KV pages, but no speed"

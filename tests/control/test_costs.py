@@ -76,11 +76,15 @@ def test_values_that_are_no_costs_are_refused(change: dict) -> None:
 
 
 def test_precisions_that_gain_no_speed_are_named_with_how_slow_they_are() -> None:
-    slow = Curve(((1, 0.05), (4, 0.042), (32, 0.0205)))
-    layers = {"dense": LayerCosts({"bfloat16": Curve(((1, 0.01), (32, 0.041))), "int8": INT4, "int4": slow}, 0, 0)}
+    slow, mixed = Curve(((1, 0.05), (4, 0.042), (32, 0.0615))), Curve(((1, 0.05), (4, 0.042), (32, 0.0205)))
+    layers = {
+        "dense": LayerCosts(
+            {"bfloat16": Curve(((1, 0.01), (32, 0.041))), "int8": INT4, "int3": mixed, "int4": slow}, 0, 0
+        )
+    }
     costs = MeasuredCosts(("dense", "dense"), layers, Curve(((1, 0.1),)), 0.0)
     assert slow_precisions(costs, "bfloat16", 32) == [
-        "int4 layers take 3.23x the time of bfloat16 at 4 decode rows here (5.00x at 1, 0.50x at 32): "
+        "int4 layers take 3.23x the time of bfloat16 at 4 decode rows here (5.00x at 1, 1.50x at 32): "
         "adaptation can gain KV pages, but no speed"
     ]
     assert slow_precisions(costs, "float32", 32) == [], "full precision was not measured"
