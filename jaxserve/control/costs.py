@@ -151,7 +151,7 @@ class MeasuredInstance:
 
 
 def slow_precisions(costs: MeasuredCosts, full: str, max_rows: int) -> list[str]:
-    """Return a sentence for each precision whose layers are not faster than full precision, at few and many decode rows.
+    """Return a sentence for each precision that is not faster than full precision, at few and at many decode rows.
 
     `full` is full precision, and `max_rows` are the decode rows of the largest step.
     """
