@@ -22,9 +22,9 @@ from jaxserve.telemetry import Snapshot
 NEVER = -math.inf
 START = Snapshot()  # before the first step
 WORKLOAD_WINDOW = 30.0  # s; the workload is that of the last one to two windows
-EVIDENCE = 0.5  # s of steps from which the estimates are corrected
+EVIDENCE = 2.0  # s of steps from which the estimates are corrected
 EXHAUSTION = 2.0  # s; pages that are expected to last longer are not short
-HARM = 1.05  # factor on the time to start at which full precision is taken to be the better one
+HARM = 1.15  # factor on the time to start at which full precision is taken to be the better one
 AT_RISK = 0.25  # share of `slo_ttft` after which a waiting sequence lifts the limit on sequences
 HEADROOM = 1.2  # factor on the load that a limit on sequences leaves room for
 LIMIT_INTERVAL = 5.0  # s that pass before another limit on sequences, unless it is lifted
