@@ -15,7 +15,8 @@ from jax import Array
 
 from jaxserve.build import BuiltEngine
 from jaxserve.control.diff import diff
-from jaxserve.control.plan import Plan
+from jaxserve.control.ledger import Ledger
+from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.transitions import Outcome
 from jaxserve.core.aligned_arrays import aligned
 from jaxserve.core.sampling import SamplingParams
@@ -49,16 +50,31 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
 
 
 def with_layer_precisions(plan: Plan, precisions: Sequence[str]) -> Plan:
-    return plan.with_precisions(0, {f"layers.{layer}": precision for layer, precision in enumerate(precisions)})
+    return plan.with_precisions("0", {f"layers.{layer}": precision for layer, precision in enumerate(precisions)})
+
+
+def in_all_instances(plan: Plan, change: Callable[[InstancePlan], InstancePlan]) -> Plan:
+    """Return the plan with the same change of every instance."""
+    for instance in plan.instances:
+        plan = plan.with_instance(change(instance))
+    return plan
+
+
+def start_transitions(built: BuiltEngine, target: Plan) -> None:
+    """Start the transitions from the plan in force to another one, in all instances that differ."""
+    resources = built.resolved.resources(copy_rate=1e9)
+    for instance in built.in_force.plan.instances:
+        if transitions := diff(instance, target.instance(instance.name), resources):
+            built.actuators[instance.name].start(transitions)
 
 
 def target_of(change: str, plan: Plan) -> Plan:
     """Return the plan that one transition of this kind leads to."""
     return {
-        "swap": plan.with_precisions(0, {"layers.1": "int4"}),
-        "swap back": plan.with_precisions(0, {"layers.1": "float32"}),
-        "grow": plan.with_kv_pages(0, 61),
-        "shrink": plan.with_kv_pages(0, 30),
+        "swap": plan.with_precisions("0", {"layers.1": "int4"}),
+        "swap back": plan.with_precisions("0", {"layers.1": "float32"}),
+        "grow": plan.with_kv_pages("0", 61),
+        "shrink": plan.with_kv_pages("0", 30),
     }[change]
 
 
@@ -89,10 +105,9 @@ class Adapted:
     """
 
     def __init__(self, built: BuiltEngine):
-        assert built.actuator is not None
         assert built.control is not None
         built.control.close()  # the test decides
-        self.built, self.actuator, self.start = built, built.actuator, built.actuator.plan
+        self.built, self.actuator, self.start = built, built.actuators["0"], built.in_force.plan
         self.resources = built.resolved.resources(copy_rate=1e9)
         self.engine = SyncEngine(built.instances, built.info, None, built.clock)
         self.steps = built.instances[0]
@@ -112,7 +127,13 @@ class Adapted:
 
     @property
     def plan(self) -> Plan:
-        return self.actuator.plan
+        """The plan in force."""
+        return self.built.in_force.plan
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger of the first instance's first device."""
+        return self.built.resolved.ledgers[0]
 
     def execute(self, work: Work):
         executor = self.steps.executor
@@ -186,7 +207,8 @@ class Adapted:
     def _held(self, beside: Sequence[Array], made: Mapping[object, int]) -> tuple[Counter, int]:
         """Return the bytes by device, and those of all pages."""
         held, pages = Counter(made), 0
-        used = (leaf for loaded in list(self.steps.executor.blocks) for leaf in loaded.leaves)
+        running = [loaded for steps in self.built.instances for loaded in steps.executor.blocks]
+        used = (leaf for loaded in running for leaf in loaded.leaves)
         there = (leaf for leaf in beside if not leaf.is_deleted())
         leaves = {id(leaf): leaf for leaf in (*used, *self.kept_arrays(), *there)}
         for leaf in leaves.values():  # not by its shards: JAX lists them twice if two threads ask at once
@@ -208,12 +230,14 @@ class Adapted:
 
     def begin(self, target: Plan) -> None:
         """Start the transitions to a plan."""
-        self.actuator.start(diff(self.plan, target, self.resources))
+        start_transitions(self.built, target)
 
     def settled(self) -> bool:
         """Return whether no transition is under way."""
-        self.outcomes += self.actuator.poll()
-        return not self.actuator.busy
+        actuators = self.built.actuators.values()
+        busy = any(actuator.busy for actuator in actuators)
+        self.outcomes += [outcome for actuator in actuators for outcome in actuator.poll()]
+        return not busy
 
     def change(self, target: Plan) -> None:
         """Go to a plan while nothing runs, after waiting for running transitions."""

@@ -177,7 +177,7 @@ def test_canary_fails_for_each_kind_of_page_corruption(
         filling, _ = adapted.add(prompt(42, 200), few), adapted.add(prompt(43, 60), GREEDY)
         while len(tokens.get(filling, ())) < 8:
             adapted.step(tokens)
-        adapted.begin(adapted.plan.with_kv_pages(0, 17))
+        adapted.begin(adapted.plan.with_kv_pages("0", 17))
         while not adapted.settled():
             adapted.step(tokens)
         adapted.run(tokens)

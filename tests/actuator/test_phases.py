@@ -11,7 +11,6 @@ import pytest
 from jax import Array
 
 from jaxserve.build import BuiltEngine, build
-from jaxserve.control.diff import diff
 from jaxserve.control.plan import Plan
 from jaxserve.core.config import EngineConfig
 from jaxserve.engine.client import TokensPrompt
@@ -25,6 +24,7 @@ from tests.actuator.adapted import (
     Adapted,
     pools_of,
     prompt,
+    start_transitions,
     target_of,
     with_layer_precisions,
 )
@@ -37,8 +37,7 @@ class HeldTransition:
         self.reached, self.go_on = threading.Event(), threading.Event()
         self.phase = phase
         self.prepared: list[Array] = []
-        (steps,), actuator = built.instances, built.actuator
-        assert actuator is not None
+        (steps,) = built.instances
         prepare, make, call = steps.executor.prepare, steps.executor.pools.prepare, steps.call
 
         def prepare_slowly(*args: Any, copied: Callable[[int], None]) -> LoadedBlock:
@@ -66,7 +65,7 @@ class HeldTransition:
         monkeypatch.setattr(steps.executor, "prepare", prepare_slowly)
         monkeypatch.setattr(steps.executor.pools, "prepare", make_slowly)
         monkeypatch.setattr(steps, "call", call_late)
-        actuator.start(diff(actuator.plan, target, built.resolved.resources(copy_rate=1e9)))
+        start_transitions(built, target)
         assert self.reached.wait(PATIENCE)
 
     def wait(self, phase: str) -> None:
@@ -151,20 +150,21 @@ def test_close_after_a_commit_without_a_next_step_ends_the_thread(
     """The step that was dispatched before the commit is never fetched."""
     built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
     assert built.control is not None
-    assert built.actuator is not None
     built.control.close()
-    (steps,), actuator = built.instances, built.actuator
+    (steps,) = built.instances
     engine = SyncEngine(built.instances, built.info, None, built.clock)
     engine.add(TokensPrompt(prompt(1, 40)), GREEDY)
     for _ in range(3):
         engine.step()
     assert steps.in_flight
     steps.wake = lambda: None  # calls wait for the next step
-    start, old = actuator.plan, steps.executor.blocks[1]
+    start, old = built.in_force.plan, steps.executor.blocks[1]
     wanted = (
-        with_layer_precisions(start, ("int4", "float32", "float32")) if change == "swap" else start.with_kv_pages(0, 30)
+        with_layer_precisions(start, ("int4", "float32", "float32"))
+        if change == "swap"
+        else start.with_kv_pages("0", 30)
     )
-    actuator.start(diff(start, wanted, built.resolved.resources(copy_rate=1e9)))
+    start_transitions(built, wanted)
     deadline = time.monotonic() + PATIENCE
     while not steps.has_calls:
         assert time.monotonic() < deadline, "the actuator makes no progress"
@@ -175,7 +175,7 @@ def test_close_after_a_commit_without_a_next_step_ends_the_thread(
         monkeypatch.setattr(steps.executor, "execute", lambda work: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
-    assert actuator.plan.instances == wanted.instances, "it is committed"
+    assert built.in_force.plan.instances == wanted.instances, "it is committed"
     closing = threading.Thread(target=built.close, daemon=True)
     closing.start()
     closing.join(PATIENCE)

@@ -25,7 +25,7 @@ from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
-from tests.actuator.adapted import Adapted
+from tests.actuator.adapted import Adapted, in_all_instances
 from tests.support.internals import layer_source_of, variants_in_memory, wrap_layer_reads
 
 OPTIONS: dict[str, Any] = {
@@ -81,15 +81,14 @@ def test_layers_swap_from_pinned_memory_while_requests_run(
 
     wrap_layer_reads(monkeypatch, count_reads)
     built = build(EngineConfig(model=tiny_model, **(OPTIONS | degrees)), host_memory=pinned)
-    adapted, source = Adapted(built), layer_source_of(built.actuator)
+    adapted, source = Adapted(built), layer_source_of(built.actuators["0"])
     kept = {(block, p): source.parameters(block, p) for block in BLOCKS for p in ("float32", "int4")}
     arrays = [leaf for variant in kept.values() for leaf in leaves(variant)]
     assert {leaf.sharding.memory_kind for leaf in arrays} == {PINNED}
     assert source.nbytes == sum(leaf.nbytes for leaf in arrays)
 
-    start, other = adapted.start, adapted.start
-    for number in range(len(start.instances)):
-        other = other.with_precisions(number, dict.fromkeys(BLOCKS, "int4"))
+    start, small = adapted.start, dict.fromkeys(BLOCKS, "int4")
+    other = in_all_instances(start, lambda instance: instance.with_precisions(small))
     tokens: dict[str, tuple[int, ...]] = {}
     ids = [adapted.add(tuple(range(3 + seed, 43 + seed)), GREEDY) for seed in range(3)]
     adapted.run(tokens, [other, start])
@@ -116,7 +115,7 @@ def test_layers_swap_from_pinned_memory_while_requests_run(
 def test_copy_from_pinned_memory_is_paced_after_each_array(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, **OPTIONS), host_memory=pinned)
     copied: list[int] = []
-    parameters = layer_source_of(built.actuator).parameters("layers.1", "int4")
+    parameters = layer_source_of(built.actuators["0"]).parameters("layers.1", "int4")
     loaded = built.instances[0].executor.prepare("layers.1", parameters, "int4", copied=copied.append)
     assert sorted(copied) == sorted(leaf.nbytes for leaf in leaves(parameters))
     loaded.free()
@@ -127,7 +126,7 @@ def test_copy_from_pinned_memory_is_paced_after_each_array(tiny_model: Path) -> 
 def test_variants_on_cpu_are_not_pinned(tiny_model: Path) -> None:
     for degrees, kind in (({}, jax.Array), ({"dp": 2}, np.ndarray)):
         built = build(EngineConfig(model=tiny_model, **(OPTIONS | degrees)))
-        kept = leaves(layer_source_of(built.actuator).parameters("layers.0", "int4"))
+        kept = leaves(layer_source_of(built.actuators["0"]).parameters("layers.0", "int4"))
         assert kept
         for leaf in kept:
             assert isinstance(leaf, kind)
@@ -141,11 +140,11 @@ def test_unusable_pinned_memory_falls_back_to_pageable_memory(
     with caplog.at_level(logging.WARNING):
         built = build(EngineConfig(model=tiny_model, **OPTIONS), host_memory=lambda device: "nowhere")
     assert caplog.text.count("variants stay in pageable memory, not in nowhere") == 1
-    kept = leaves(layer_source_of(built.actuator).parameters("layers.0", "int4"))
+    kept = leaves(layer_source_of(built.actuators["0"]).parameters("layers.0", "int4"))
     assert kept
     assert all(isinstance(leaf, np.ndarray) for leaf in kept)
     adapted = Adapted(built)
-    adapted.change(adapted.plan.with_precisions(0, dict.fromkeys(BLOCKS, "int4")))
+    adapted.change(adapted.plan.with_precisions("0", dict.fromkeys(BLOCKS, "int4")))
     assert [outcome.error for outcome in adapted.outcomes] == [None] * 3
     built.close()
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,19 @@ from jaxserve.control.plan import Plan
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.planning.resolve import resolve
-from tests.actuator.adapted import GREEDY, OPTIONS, PRECISIONS, Adapted, prompt, target_of, with_layer_precisions
+from jaxserve.telemetry import Snapshot
+from tests.actuator.adapted import (
+    GREEDY,
+    OPTIONS,
+    PRECISIONS,
+    Adapted,
+    in_all_instances,
+    prompt,
+    target_of,
+    with_layer_precisions,
+)
 from tests.actuator.mixed import MixedReference
-from tests.support.internals import layer_source_of, wrap_replan
+from tests.support.internals import layer_source_of
 from tests.support.sizes import page_bytes
 
 
@@ -75,18 +85,18 @@ def test_answers_under_any_sequence_of_plans_match_the_reference(
         p = (*prompt(0, int(rng.choice([0, 40]))), *prompt(seed + number, int(rng.integers(1, 120))))
         prompts[adapted.add(p, replace(GREEDY, n=int(rng.choice([1, 1, 3]))))] = p
     gone = dict(zip(prompts, leaving, strict=False))
-    plans = [with_layer_precisions(adapted.plan, precisions).with_kv_pages(0, pages) for precisions, pages in wanted]
+    plans = [with_layer_precisions(adapted.plan, precisions).with_kv_pages("0", pages) for precisions, pages in wanted]
 
-    def some_commits_fail(replan: Callable[..., None]) -> Callable[..., None]:
-        def failing_replan(*args: Any) -> None:
-            replan(*args)
-            if next(commits) in failing:
-                raise MemoryError("none left")
+    core, in_force = adapted.steps.core, adapted.built.in_force
+    replan = core.replan
 
-        return failing_replan
+    def failing_replan(salt: str, plan_fields: Snapshot, *cost: Any) -> None:
+        replan(salt, plan_fields, *cost)
+        if plan_fields.plan_version > in_force.version and next(commits) in failing:  # it is not being undone
+            raise MemoryError("none left")
 
     with pytest.MonkeyPatch.context() as patch:
-        wrap_replan(patch, adapted.actuator, some_commits_fail)
+        patch.setattr(core, "replan", failing_replan)
         adapted.run(tokens, plans, gone)
         adapted.wait()
     for request, p in prompts.items():
@@ -108,7 +118,7 @@ def test_pool_resizes_do_not_change_tokens(adapted: Adapted) -> None:
     adapted.run(still)
     moving: dict[str, tuple[int, ...]] = {}
     others = [adapted.add(p, GREEDY) for p in prompts]
-    adapted.run(moving, [adapted.plan.with_kv_pages(0, pages) for pages in (80, 44, 61, 40, 72)])
+    adapted.run(moving, [adapted.plan.with_kv_pages("0", pages) for pages in (80, 44, 61, 40, 72)])
     assert [moving[i] for i in others] == [still[i] for i in ids]
 
 
@@ -118,7 +128,7 @@ def test_pages_computed_after_a_pool_resize_are_shared(adapted: Adapted) -> None
     for _ in range(5):
         adapted.step(tokens)
     assert len(tokens[request]) < 14, "the fifth page is not full yet"
-    adapted.run(tokens, [adapted.plan.with_kv_pages(0, 60)])
+    adapted.run(tokens, [adapted.plan.with_kv_pages("0", 60)])
     adapted.add((*p, *tokens[request]), SamplingParams(max_tokens=1))
     while not (outputs := adapted.engine.step()):
         pass
@@ -181,7 +191,8 @@ def test_layer_restored_to_full_precision_is_in_memory_once(tiny_model: Path, tp
     """
     options = {"tp": tp, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32, "memory_gb": 8, "warmup": False}
     built = build(EngineConfig(model=tiny_model, **(OPTIONS | options)))
-    adapted, source = Adapted(built), layer_source_of(built.actuator)
+    adapted = Adapted(built)
+    source = layer_source_of(adapted.actuator)
     adapted.change(with_layer_precisions(adapted.plan, ("float32", "int4", "float32")))
     read, found = source.parameters, []
 
@@ -202,10 +213,10 @@ def test_layer_restored_to_full_precision_is_in_memory_once(tiny_model: Path, tp
 
 
 def test_snapshot_and_ledger_follow_the_plan(adapted: Adapted) -> None:
-    core, ledger = adapted.steps.core, adapted.built.resolved.ledger
+    core, ledger = adapted.steps.core, adapted.ledger
     full = dict(ledger.entries)
     freed = adapted.resources.kv_capacity(with_layer_precisions(adapted.plan, ("int4",) * 3).instances[0])
-    adapted.change(with_layer_precisions(adapted.plan, ("int4",) * 3).with_kv_pages(0, freed))
+    adapted.change(with_layer_precisions(adapted.plan, ("int4",) * 3).with_kv_pages("0", freed))
     assert core.snapshot.layers_by_precision == {"int4": 3}
     assert core.snapshot.kv_pages_total == freed - 1
     assert core.snapshot.plan_version == adapted.plan.version
@@ -239,8 +250,8 @@ def test_pool_grows_by_exactly_the_pages_that_swapped_layers_free(tiny_model: Pa
 @pytest.mark.parametrize(("change", "steps"), [("swap", 1), ("shrink", 2)])
 def test_replaced_arrays_are_freed_after_the_steps_that_use_them(adapted: Adapted, change: str, steps: int) -> None:
     """A shrink also waits for the step that the device runs after giving the memory back."""
-    adapted.change(adapted.plan.with_kv_pages(0, 80))
-    ledger, old, tokens = adapted.built.resolved.ledger, adapted.steps.executor.blocks[2], {}
+    adapted.change(adapted.plan.with_kv_pages("0", 80))
+    ledger, old, tokens = adapted.ledger, adapted.steps.executor.blocks[2], {}
     entries, wanted = dict(ledger.entries), target_of(change, adapted.plan)
     less = entries | adapted.built.resolved.device_entries(wanted.instances[0])[0]
     assert old.owned == old.leaves, "it is in nobody else's use"
@@ -250,6 +261,8 @@ def test_replaced_arrays_are_freed_after_the_steps_that_use_them(adapted: Adapte
         assert not adapted.settled()
         assert not any(leaf.is_deleted() for leaf in old.leaves)
         assert ledger.entries == entries
+        adapted.step(tokens)
+    while change == "shrink" and not adapted.settled():  # the actuator may learn late that a step has ended
         adapted.step(tokens)
     adapted.wait()
     assert [leaf.is_deleted() for leaf in old.leaves] == [change == "swap"] * len(old.leaves)
@@ -277,7 +290,7 @@ def test_layers_swap_under_tensor_pipeline_and_data_parallelism(
     options = OPTIONS | {"memory_gb": 8, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32, "variants": ("int4",)}
     built = build(EngineConfig(model=tiny_model, **(options | degrees)))
     adapted, compiled = Adapted(built), dict(built.compilations.counts)
-    start, other = adapted.start, adapted.start
+    start, small = adapted.start, {f"layers.{layer}": "int4" for layer in range(3)}
     layers = [
         [block.block for block in stage.blocks if block.block.startswith("layers.")]
         for instance in start.instances
@@ -286,9 +299,7 @@ def test_layers_swap_under_tensor_pipeline_and_data_parallelism(
     once = Counter({block for stage in layers for block in stage})
     assert +reads == once + Counter(stage[0] for stage in layers)
     reads.clear()
-    for number in range(len(start.instances)):
-        other = other.with_precisions(number, {f"layers.{layer}": "int4" for layer in range(3)})
-        other = other.with_kv_pages(number, 55)
+    other = in_all_instances(start, lambda instance: instance.with_precisions(small).with_kv_pages(55))
     tokens: dict[str, tuple[int, ...]] = {}
     ids = [adapted.add(prompt(seed, 40), GREEDY) for seed in range(6)]
     adapted.run(tokens, [other, start])

@@ -199,7 +199,7 @@ def index_file_of(programs: Any) -> Path:
 
 def layer_source_of(actuator: Any) -> Any:
     """Return the `LayerSource` from which an actuator takes parameters."""
-    return actuator._source
+    return actuator.instance._source
 
 
 def kept_variants(source: Any) -> Mapping[tuple[str, str], Mapping[str, Any]]:
@@ -212,11 +212,6 @@ def wrap_layer_reads(patch: pytest.MonkeyPatch, wrap: Callable[[Callable], Calla
     from jaxserve.actuator import LayerSource
 
     patch.setattr(LayerSource, "_read", wrap(LayerSource._read))
-
-
-def wrap_replan(patch: pytest.MonkeyPatch, actuator: Any, wrap: Callable[[Callable], Callable]) -> None:
-    """Replace the method with which an actuator puts a plan in force."""
-    patch.setattr(actuator, "_replan", wrap(actuator._replan))
 
 
 def variants_in_memory(store: Any) -> Mapping[tuple[int, str], Any]:
