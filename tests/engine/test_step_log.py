@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from jaxserve.control import Outcome, SwapPrecision
+from jaxserve.control import Outcome, PlanInForce, Policy, Resources, SwapPrecision
 from jaxserve.control.policies import ManualPolicy, StaticPolicy
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.errors import ConfigError, RequestError
@@ -144,14 +144,21 @@ def test_step_loop_without_a_log_runs():
 # -- the controller
 
 
+def controller_of(
+    log: StepLog, policy: Policy, actuator: VirtualActuator, resources: Resources | None = None
+) -> LoggedController:
+    """Return the controller of one instance."""
+    return LoggedController(log, actuator.in_force, policy, resources or machine(), {"0": actuator}, tick=0.1)
+
+
 def test_step_log_has_the_controllers_ticks_decisions_and_outcomes(path):
     resources, home = replace(machine(), copy_rate=10 * MB), home_plan()  # half a second
-    target = home.with_precisions(0, {"layers.3": "int4"})
-    log, actuator = StepLog(path, {}), VirtualActuator()
-    controller = LoggedController(log, home, ManualPolicy(target), resources, actuator=actuator, tick=0.1)
+    target = home.with_precisions("0", {"layers.3": "int4"})
+    log, actuator = StepLog(path, {}), VirtualActuator(PlanInForce(home))
+    controller = controller_of(log, ManualPolicy(target), actuator, resources)
     for now in (10.0, 10.05, 10.1, 12.0):
         actuator.now = now
-        controller.tick(now, [snapshot(now - 0.01, plan_version=controller.plan.version)])
+        controller.tick(now, {"0": snapshot(now - 0.01, plan_version=controller.plan.version)})
     log.close()
     found = read_log(path)
     assert [tick.time for tick in found.ticks] == [10.0, 10.1, 12.0]  # the one between was not due
@@ -169,21 +176,21 @@ def test_step_log_has_the_controllers_ticks_decisions_and_outcomes(path):
 
 def test_step_log_has_the_error_of_a_failed_transition(path):
     home = home_plan()
-    target = home.with_precisions(0, {"layers.3": "int4"})
-    log, actuator = StepLog(path, {}), VirtualActuator(lambda transition: "no room")
-    controller = LoggedController(log, home, ManualPolicy(target), machine(), actuator=actuator)
+    target = home.with_precisions("0", {"layers.3": "int4"})
+    log, actuator = StepLog(path, {}), VirtualActuator(PlanInForce(home), lambda transition: "no room")
+    controller = controller_of(log, ManualPolicy(target), actuator)
     for now in (1.0, 9.0):
         actuator.now = now
-        controller.tick(now, [snapshot(now)])
+        controller.tick(now, {"0": snapshot(now)})
     log.close()
     assert [error for tick in read_log(path).ticks for error, _ in tick.outcomes] == ["no room"]
 
 
 def test_step_log_of_a_static_policy_has_no_decisions(path):
     log = StepLog(path, {})
-    controller = LoggedController(log, home_plan(), StaticPolicy(), machine(), actuator=VirtualActuator())
+    controller = controller_of(log, StaticPolicy(), VirtualActuator(PlanInForce(home_plan())))
     for now in range(5):
-        controller.tick(float(now), [snapshot(float(now))])
+        controller.tick(float(now), {"0": snapshot(float(now))})
     log.close()
     found = read_log(path)
     assert (len(found.ticks), found.decisions) == (5, ())
@@ -194,7 +201,7 @@ def test_step_log_of_a_static_policy_has_no_decisions(path):
 
 def test_step_log_written_by_several_threads_keeps_lines_whole(path):
     log = StepLog(path, {"model": "small"})
-    outcome = Outcome(SwapPrecision(0, "layers.0", "a", "b", 1, 0, 1, 0.5), None, 0.5)
+    outcome = Outcome(SwapPrecision("0", "layers.0", "a", "b", (0,), 1, 2, 0.5), None, 0.5)
     from jaxserve.engine.step_log import Tick
 
     def write(start: int) -> None:

@@ -1,9 +1,9 @@
 """A policy that changes its plan at every call: all layers to int4 with more pages, or back to the start."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from jaxserve.control.plan import Plan
+from jaxserve.control.plan import InstancePlan
 from jaxserve.control.policy import Proposal
 from jaxserve.control.resources import Resources
 from jaxserve.telemetry import Snapshot
@@ -15,11 +15,11 @@ class Alternating:
     swap_order: Sequence[int]
     name: str = "alternating"
 
-    def init(self, plan: Plan) -> Plan:
+    def init(self, plan: InstancePlan) -> InstancePlan:
         return plan
 
-    def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: Plan) -> Proposal[Plan]:
-        if plan.instances != state.instances:
-            return Proposal(replace(state, version=plan.version + 1), state, "back")
-        smaller = plan.with_precisions(0, {f"layers.{layer}": "int4" for layer in self.swap_order})
-        return Proposal(smaller.with_kv_pages(0, plan.instances[0].kv_pages + 8), state, "there")
+    def update(self, snapshot: Snapshot, plan: InstancePlan, state: InstancePlan) -> Proposal[InstancePlan]:
+        if plan != state:
+            return Proposal(state, state, "back")
+        smaller = plan.with_precisions({f"layers.{layer}": "int4" for layer in self.swap_order})
+        return Proposal(smaller.with_kv_pages(plan.kv_pages + 8), state, "there")

@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from jaxserve.cli.main import app
-from jaxserve.control import DeviceLedgers, Ledger
+from jaxserve.control import DeviceLedgers, Ledger, PlanInForce
 from jaxserve.control.controller import Controller
 from jaxserve.control.policies import POLICY_NAMES, MorphPolicy, load_policy
 from jaxserve.control.service import ControlPlane
@@ -34,7 +34,7 @@ class Server:
 
     def __init__(self, policy: str):
         load = partial(load_policy, resources=MACHINE, swap_order=range(16))
-        actuator = VirtualActuator()
+        actuator = VirtualActuator(PlanInForce(HOME))
         actuator.now = math.inf
         self.loaded: list[str] = []
 
@@ -42,13 +42,13 @@ class Server:
             self.loaded.append(name)
             return load(name, **options)
 
-        self.controller = Controller(HOME, load(policy), MACHINE, actuator, tick=0.01)
+        self.controller = Controller(actuator.in_force, load(policy), MACHINE, {"0": actuator}, tick=0.01)
         self.control = ControlPlane(
             self.controller,
             MACHINE,
             DeviceLedgers({0: Ledger(MACHINE.budget)}),
             SystemClock(),
-            snapshots=lambda: [Snapshot(kv_pages_total=400)],
+            snapshots=lambda: {"0": Snapshot(kv_pages_total=400)},
             policy_names=POLICY_NAMES,
             load_policy=loading,
             started_with=policy,

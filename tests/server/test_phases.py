@@ -26,8 +26,8 @@ from tests.server.process import PATIENCE, ServerProcess, server_process
 
 PHASES = {  # phase: (change, method called in the middle of the phase)
     "copying": ("swap back", "jaxserve.actuator.copying:Throttle.copied"),
-    "exchanging blocks": ("swap", "jaxserve.actuator.actuator:PlanActuator._replan"),
-    "freeing what was replaced": ("swap", "jaxserve.actuator.actuator:PlanActuator._end"),
+    "exchanging blocks": ("swap", "jaxserve.actuator.actuator:DeviceInstance.replace_layers"),
+    "freeing what was replaced": ("swap", "jaxserve.actuator.actuator:DeviceInstance.free_layers"),
     "growing": ("grow", "jaxserve.executor.pools:Pools.extend"),
     "shrinking": ("shrink", "jaxserve.executor.pools:Pools.shrink"),
 }
@@ -82,10 +82,10 @@ def arguments(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str
 
 def target_of(change: str, plan: Plan) -> Plan:
     return {
-        "swap": plan.with_precisions(0, {"layers.1": "int4"}),
-        "swap back": plan.with_precisions(0, {"layers.1": "float32"}),
-        "grow": plan.with_kv_pages(0, 215),
-        "shrink": plan.with_kv_pages(0, 150),
+        "swap": plan.with_precisions("0", {"layers.1": "int4"}),
+        "swap back": plan.with_precisions("0", {"layers.1": "float32"}),
+        "grow": plan.with_kv_pages("0", 215),
+        "shrink": plan.with_kv_pages("0", 150),
     }[change]
 
 
