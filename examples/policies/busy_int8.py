@@ -7,59 +7,55 @@ jaxserve serve --variant int8 --policy examples/policies/busy_int8.py:BusyInt8
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxserve.control import Plan, Proposal, Resources, SizeTable, block_chain, parallel_plan
+from jaxserve.control import InstancePlan, Proposal, Resources, SizeTable, block_chain, parallel_plan
 from jaxserve.control.plan_yaml import plan_table
 from jaxserve.telemetry import Smoother, Snapshot
 
 
 @dataclass(frozen=True)
 class BusyInt8:
-    """A policy with two states for each instance: all layers in int8, or the plan of the start."""
+    """A policy with two plans for each instance: all layers in int8, or the plan of the start."""
 
     resources: Resources
     swap_order: Sequence[int]
     name: str = "busy-int8"
 
-    def init(self, plan: Plan) -> Plan:
+    def init(self, plan: InstancePlan) -> InstancePlan:
         return plan  # the state: the plan to return to
 
-    def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: Plan) -> Proposal[Plan]:
-        reasons = []
-        for index, (snapshot, base) in enumerate(zip(snapshots, state.instances, strict=True)):
-            waiting, pages = snapshot.recent.waiting, base.kv_pages - 1
-            changed = plan.instances[index] != base
-            if waiting > 4 and not changed:
-                plan = plan.with_precisions(index, {f"layers.{layer}": "int8" for layer in self.swap_order})
-                plan = plan.with_kv_pages(index, self.resources.kv_capacity(plan.instances[index]))
-                reasons.append(f"{waiting:.1f} sequences waiting > 4: all layers to int8")
-            elif waiting == 0 and changed and snapshot.kv_pages_used < 0.5 * pages:
-                plan = plan.with_precisions(index, {block.block: block.precision for block in base.blocks})
-                plan = plan.with_kv_pages(index, base.kv_pages)
-                reasons.append(f"none waited for 5 s, {snapshot.kv_pages_used} pages in use < half of {pages}: back")
-        return Proposal(plan, state, "; ".join(reasons))
+    def update(self, snapshot: Snapshot, plan: InstancePlan, state: InstancePlan) -> Proposal[InstancePlan]:
+        waiting, used = snapshot.recent.waiting, snapshot.kv_pages_used
+        if plan == state and waiting > 4:
+            small = plan.with_precisions({f"layers.{layer}": "int8" for layer in self.swap_order})
+            small = small.with_kv_pages(self.resources.kv_capacity(small))
+            return Proposal(small, state, f"{waiting:.1f} sequences waiting > 4: all layers to int8")
+        if plan != state and waiting == 0 and used < (pages := state.kv_pages - 1) / 2:
+            return Proposal(state, state, f"none waited for 5 s, {used} pages in use < half of {pages}: back")
+        return Proposal(plan, state)
 
 
 def main() -> None:
     """Print what the policy wants while 12 sequences wait, from 5 s to 15 s."""
-    plan = parallel_plan(
-        block_chain("bfloat16", ["bfloat16"] * 4, "bfloat16"), kv_pages=101, tp=1, pp=1, dp=1, devices=1
-    )
+    chain = block_chain("bfloat16", ["bfloat16"] * 4, "bfloat16")
+    plan = parallel_plan(chain, kv_pages=101, tp=1, pp=1, dp=1, devices=1)
+    instance = plan.instance("0")
     layers = {(f"layers.{n}", name): size for n in range(4) for name, size in {"bfloat16": 200, "int8": 100}.items()}
     sizes = SizeTable(layers, fixed={"embed": 1000}, pages={"layers.0": 10})  # bytes
     resources = Resources(2800, sizes, min_pages=17, max_pages=1000, copy_rate=1e9)
     policy, smoother = BusyInt8(resources, (2, 1, 3, 0)), Smoother(window=5.0)
-    state = policy.init(plan)
+    state = policy.init(instance)
     for second in range(30):
         queue = 12 if 5 <= second < 15 else 0
         snapshot = Snapshot(
             time=float(second),
             num_waiting=queue,
-            kv_pages_total=plan.instances[0].kv_pages - 1,
+            kv_pages_total=instance.kv_pages - 1,
             kv_pages_used=4 * queue,
         )
-        proposal = policy.update([smoother.observe(snapshot)], plan, state)
-        plan, state = proposal.plan, proposal.state  # in a server, the actuator carries the plan out
+        proposal = policy.update(smoother.observe(snapshot), instance, state)
+        instance, state = proposal.plan, proposal.state  # in a server, the actuator carries the plan out
         if proposal.reason:
+            plan = plan.with_instance(instance)
             print(f"after {second} s: {proposal.reason}\n{plan_table(plan)}\n")
 
 
