@@ -91,11 +91,11 @@ def _mixed_option(count: int) -> str:
 def _mixed(plan: Plan, count: int) -> Plan:
     """Return the plan with the first half of `count` layers in int8 and the second in int4."""
     half = max(1, count // 2)
-    return plan.with_precisions(0, {f"layers.{n}": "int8" if n < half else "int4" for n in range(count)})
+    return plan.with_precisions("0", {f"layers.{n}": "int8" if n < half else "int4" for n in range(count)})
 
 
 def _all_in(plan: Plan, count: int, precision: str) -> Plan:
-    return plan.with_precisions(0, {f"layers.{n}": precision for n in range(count)})
+    return plan.with_precisions("0", {f"layers.{n}": precision for n in range(count)})
 
 
 @asynccontextmanager
@@ -150,7 +150,7 @@ async def _changed(built: BuiltEngine, counts: Sequence[int], times: int) -> dic
                 if count == largest:
                     small = _all_in(full, count, PRECISIONS[-1])
                     pages = built.resolved.resources(1.0).kv_capacity(small.instances[0])
-                    await go(small.with_kv_pages(0, pages), f"{count} layers {PRECISIONS[-1]}, {pages} pages")
+                    await go(small.with_kv_pages("0", pages), f"{count} layers {PRECISIONS[-1]}, {pages} pages")
                     await go(small, "pages as at the start")
                 await go(full, "full")
         seconds = time.perf_counter() - begun

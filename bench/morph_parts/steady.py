@@ -122,9 +122,9 @@ async def _to_and_fro(url: str, max_pages: int, seconds: float, tokens: int) -> 
         decoding = [asyncio.create_task(_decode(client, n, tokens, end)) for n in range(SEQUENCES)]
         full = await _plan(admin)
         layers = [block.block for block in full.instances[0].blocks if block.block.startswith("layers.")]
-        small = full.with_precisions(0, dict.fromkeys(layers, QUANTISED))
+        small = full.with_precisions("0", dict.fromkeys(layers, QUANTISED))
         while time.monotonic() < end:
-            for wanted in (small, small.with_kv_pages(0, max_pages + 1), small, full):
+            for wanted in (small, small.with_kv_pages("0", max_pages + 1), small, full):
                 # Also before the change, so that the server answers as many requests before as during it.
                 for _ in range(LOOKS_BEFORE):
                     await _plan(admin)
