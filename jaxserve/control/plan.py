@@ -5,8 +5,7 @@ stages. A stage has blocks, which run on its devices with tensor parallelism ove
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -163,17 +162,12 @@ class PlanInForce:
         """Return the plan of an instance, whose name must be known."""
         return self._instances[name]
 
-    @contextmanager
-    def changing(self, instance: InstancePlan, transitions: int) -> Iterator[int]:
-        """Put an instance's plan in force that differs by a number of transitions, at the end of a `with` block.
-
-        The block gets the new version, which no other instance can take meanwhile. If it raises, nothing changes.
-        """
+    def commit(self, instance: InstancePlan, transitions: int) -> int:
+        """Put an instance's plan in force that differs by a number of transitions. Return the new version."""
         with self._lock:
-            version = self._version + transitions
-            yield version
             self._instances[instance.name] = instance
-            self._version = version
+            self._version += transitions
+            return self._version
 
 
 def block_chain(embed: str, layer_precisions: Sequence[str], head: str) -> tuple[BlockPlan, ...]:

@@ -235,13 +235,17 @@ def commit(
     before = in_force.instance(name)
     after = _after(before, batch)
     core = instance.core
-    with in_force.changing(after, len(batch)) as version, ExitStack() as undo:
+    expected = in_force.version + len(batch)
+    with ExitStack() as undo:
         undo.callback(instance.use, before)
         undo.callback(core.replan, core.salt, core.plan_fields, core.cost)
-        core.replan(*facts.of(after, version))
+        core.replan(*facts.of(after, expected))
         instance.use(after)
         held = type(batch[0]).commit(batch, instance, staged, undo)
         undo.pop_all()
+    version = in_force.commit(after, len(batch))
+    if version != expected:  # other instances have changed meanwhile, for which nobody waits
+        core.replan(*facts.of(after, version))
     return held
 
 
