@@ -34,7 +34,7 @@ from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.model_tokenizer import load_tokenizer
-from jaxserve.engine.step_log import CostsRecord, InstanceLog, LoggedController, StepLog
+from jaxserve.engine.step_log import CostsRecord, InstanceLog, LoggedController, StepLog, resource_facts
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.executor.blocks import BlockBuilder, LoadedBlock

@@ -4,6 +4,7 @@ from jaxserve.control.ledger import DeviceLedgers, Ledger
 from jaxserve.control.plan import BlockPlan, InstancePlan, Plan, PlanInForce, StagePlan, block_chain, parallel_plan
 from jaxserve.control.policy import Policy, Proposal, chain
 from jaxserve.control.resources import Resources
+from jaxserve.control.stage_sizes import SizeTable
 from jaxserve.control.transitions import Actuator, LimitSequences, Outcome, ResizeKVPool, SwapPrecision, Transition
 
 __all__ = [
