@@ -279,3 +279,8 @@ def replace_lowered_kernels(patch: pytest.MonkeyPatch, kernels: dict) -> None:
     from pallas_kernels import once
 
     patch.setattr(once, "_lowered", kernels)
+
+
+def simulated_devices(built: Any) -> Mapping[str, Any]:
+    """Return the `SimDevice`s of a simulation, by instance."""
+    return {name: logged._actuator.device for name, logged in built.control._actuators.items()}
