@@ -99,14 +99,15 @@ class Controller:
     @property
     def target(self) -> Plan | None:
         """The plan in force with all changes under way; None if there are none."""
-        changing = [instance for instance in self._instances.values() if instance.target is not None]
-        if not changing:
-            return None
         plan = self.plan
-        for instance in changing:
-            if instance.target is not None:
-                plan = replace(plan.with_instance(instance.target), version=plan.version + instance.num_pending)
-        return plan
+        targets = {
+            name: target for name, instance in self._instances.items() if (target := instance.target) is not None
+        }
+        if not targets:
+            return None
+        changes = [(old, targets[old.name]) for old in plan.instances if old.name in targets]
+        remaining = sum(len(diff(old, new, self._resources)) for old, new in changes)
+        return Plan(plan.version + remaining, tuple(targets.get(old.name, old) for old in plan.instances))
 
     @property
     def busy(self) -> bool:
@@ -215,11 +216,6 @@ class InstanceController:
         self.target: InstancePlan | None = None
         """The plan that is being carried out, or None."""
         self.set_policy(policy)
-
-    @property
-    def num_pending(self) -> int:
-        """The number of transitions of the decision under way that have not ended."""
-        return len(self._pending)
 
     def set_policy(self, policy: Policy) -> None:
         """Let another policy decide from the next tick on."""
