@@ -239,8 +239,8 @@ def test_it_takes_what_its_bytes_take_on_a_slower_link() -> None:
 def test_a_layer_that_is_kept_is_used_at_once_and_gives_all_of_the_one_before() -> None:
     world = World(bandwidth=100 * MB, exchange=0, kept=("int8", "int4"))
     world.links.start(0.0, "pcie", 30 * MB, Priority.WEIGHTS)
-    small = world.home.with_precisions(0, {"layers.1": "int4"})
-    assert world.carry_out(*world.transitions_to(small.with_kv_pages(0, PAGES + 40))) == [0.0, 0.0]
+    small = world.home.with_precisions("0", {"layers.1": "int4"})
+    assert world.carry_out(*world.transitions_to(small.with_kv_pages("0", PAGES + 40))) == [0.0, 0.0]
     assert world.ledger.entries == {"weights": 3 * LAYER["bfloat16"], "kv": (PAGES + 40) * PAGE}
     assert world.carry_out(*world.transitions_to(world.home)) == pytest.approx([0.0, 0.2]), "20 MB at 100 MB/s"
     assert world.ledger.used == world.ledger.budget
@@ -248,7 +248,7 @@ def test_a_layer_that_is_kept_is_used_at_once_and_gives_all_of_the_one_before() 
 
 def test_layers_that_are_kept_change_between_the_same_two_steps() -> None:
     world = World(bandwidth=100 * MB, exchange=0, kept=("int4",))
-    small = world.home.with_precisions(0, {"layers.1": "int4", "layers.2": "int4"})
+    small = world.home.with_precisions("0", {"layers.1": "int4", "layers.2": "int4"})
     assert world.carry_out(*world.transitions_to(small)) == [0.0, 0.0]
     assert world.carry_out(*world.transitions_to(world.home)) == pytest.approx([0.4, 0.4]), "2 x 20 MB at 100 MB/s"
     assert [plan.layer_precisions.count("int4") for _, plan in world.instances[0].plans] == [0, 2, 0]
@@ -474,7 +474,7 @@ def test_any_sequence_of_plans_under_load(wanted: list, requests: int, bandwidth
             assert world.actuator.plan.instances == plan.instances
             precisions, pages = plans.pop(0)
             changes = {f"layers.{layer}": precision for layer, precision in enumerate(precisions)}
-            target = plan.with_precisions(0, changes).with_kv_pages(0, pages)
+            target = plan.with_precisions("0", changes).with_kv_pages("0", pages)
             world.outcomes, pending = [], world.transitions_to(target)
             world.start(*pending)
         if instance.loop.idle:
@@ -496,7 +496,7 @@ def test_any_sequence_of_plans_under_load(wanted: list, requests: int, bandwidth
 
 def test_a_controller_carries_out_a_plan_and_back() -> None:
     world = World()
-    target = world.home.with_precisions(0, dict.fromkeys(("layers.0", "layers.1"), "int4")).with_kv_pages(0, 140)
+    target = world.home.with_precisions("0", dict.fromkeys(("layers.0", "layers.1"), "int4")).with_kv_pages("0", 140)
     world.controlled = True
     controller = Controller(world.home, ManualPolicy(target), world.resources, world.actuator)
     world.add(tokens=40)

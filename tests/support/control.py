@@ -1,11 +1,32 @@
-"""Fakes for tests of policies and controllers: a machine, an actuator with its own clock, and a fluid engine."""
+"""Fakes for tests of control: a machine, an instance without a device and its actuator, and a fluid engine."""
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from jaxserve.control import Outcome, Plan, Resources, SizeTable, SwapPrecision, Transition, block_chain, parallel_plan
+from jaxserve.control import (
+    DeviceLedgers,
+    InstancePlan,
+    Ledger,
+    Outcome,
+    Plan,
+    PlanInForce,
+    Resources,
+    SwapPrecision,
+    Transition,
+    block_chain,
+    parallel_plan,
+)
+from jaxserve.control.costs import InstanceCost
 from jaxserve.control.policies import MorphSettings
+from jaxserve.control.reconfigure import SWAP_BUFFER, Cancelled, PlanFacts, Reconfiguration
+from jaxserve.control.transitions import BetweenSteps, Sleep, StepsEnded, Waits
+from jaxserve.core.block_names import is_layer
+from jaxserve.core.errors import JaxserveError
+from jaxserve.kvcache import PagePool, PageTable
+from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.telemetry import Recent, Snapshot
 from jaxserve.telemetry.metrics import TIME_BOUNDS
 
@@ -53,41 +74,264 @@ def snapshot(time: float = 0.0, *, recent: Recent | None = None, pages: int = 40
     return Snapshot(time=time, recent=past, kv_pages_total=pages, **values)  # type: ignore[arg-type]
 
 
-class VirtualActuator:
-    """An actuator whose transitions take their stated seconds, and fail where `error_of` returns an error."""
+class Broken(JaxserveError):
+    """A failure that a test wants."""
 
-    def __init__(self, error_of: Callable[[Transition], str | None] = lambda _: None):
-        self.now = 0.0
-        self.error_of = error_of
+
+@dataclass
+class FakeCore:
+    """What transitions change of an engine core, with the real scheduler."""
+
+    scheduler: Scheduler
+    plan_fields: Snapshot
+    salt: str = ""
+    cost: InstanceCost | None = None
+
+    def replan(self, salt: str, plan_fields: Snapshot, cost: InstanceCost | None = None) -> None:
+        self.salt, self.plan_fields, self.cost = salt, plan_fields, cost
+
+
+@dataclass(eq=False)
+class Layer:
+    """A variant of a layer in the memory of a fake instance."""
+
+    block: str
+    precision: str
+
+
+class FakeInstance:
+    """An instance without a device (`control.transitions.RunningInstance`), which knows what its memory holds.
+
+    Before each action, `before` is called with a text that says what is done. It may raise. Its steps run under `plan`.
+    """
+
+    def __init__(
+        self, plan: InstancePlan, resources: Resources, now: Callable[[], float], before: Callable[[str], None]
+    ):
+        pages = PagePool(plan.kv_pages, caching=False, min_pages=resources.min_pages, max_pages=resources.max_pages)
+        scheduler = Scheduler(SchedulerLimits(4, 4, 16, 16), pages, PageTable(4, 64))
+        self.core = FakeCore(scheduler, Snapshot(kv_pages_total=plan.kv_pages - 1))
+        self.plan = plan
+        self.layers = {block.block: Layer(block.block, block.precision) for block in plan.blocks}
+        self.resident = set(self.layers.values())
+        self.pool_pages = plan.kv_pages  # that take memory
+        self._resources, self._now, self._before = resources, now, before
+
+    def resident_bytes(self) -> dict[int, int]:
+        """Return the bytes of layers and KV pages by device."""
+        sizes = {}
+        for stage, page in zip(self.plan.stages, self._resources.page_bytes, strict=True):
+            blocks = {block.block for block in stage.blocks if is_layer(block.block)}
+            layers = (layer for layer in self.resident if layer.block in blocks)
+            layer_bytes = sum(self._resources.bytes_taken(layer.block, layer.precision) for layer in layers)
+            sizes |= dict.fromkeys(stage.devices, layer_bytes + page * self.pool_pages)
+        return sizes
+
+    def use(self, plan: InstancePlan) -> None:
+        self._before("use the plan")
+        self.plan = plan
+
+    def prepare_layer(self, block: str, precision: str, size: int, seconds: float) -> Waits[Layer]:
+        self._before(f"prepare {block} {precision}")
+        layer = Layer(block, precision)
+        self.resident.add(layer)
+        try:
+            yield Sleep(self._now() + seconds)
+            self._before(f"compile {block} {precision}")
+        except BaseException:
+            self.resident.remove(layer)
+            raise
+        return layer
+
+    def prepare_segments(self, pages: int) -> Waits[int]:
+        yield from ()
+        self._before(f"prepare {pages} pages")
+        before, self.pool_pages = self.pool_pages, pages
+        return before
+
+    def free_layers(self, layers: Sequence[Layer]) -> None:
+        for layer in layers:
+            if layer is not self.layers[layer.block]:
+                self.resident.remove(layer)
+        self._before("free layers")
+
+    def free_segments(self, segments: int) -> None:
+        self.pool_pages = segments
+        self._before("free segments")
+
+    def pages_moved(self, moves: Mapping[int, int], seconds: float) -> Waits[None]:
+        yield Sleep(self._now() + seconds)
+        self.pool_pages = self.core.scheduler.pages.num_pages
+        self._before("free pages")
+
+    def replace_layers(self, layers: Sequence[Layer]) -> Sequence[Layer]:
+        self._before("replace layers")
+        replaced = [self.layers[layer.block] for layer in layers]
+        self.layers |= {layer.block: layer for layer in layers}
+        return replaced
+
+    def extend_pools(self, segments: int) -> None:
+        self._before("extend pools")
+
+    def shrink_pools(self, moves: Mapping[int, int], pages: int) -> None:
+        self._before("shrink pools")
+
+
+def ledgers_of(plan: Plan, resources: Resources, swap_buffer: int = LAYER["int8"]) -> DeviceLedgers:
+    """Return the ledgers of all devices, in which the plan is booked. The swap buffer is a part of `fixed`."""
+    ledgers = {}
+    for instance in plan.instances:
+        for device, entries in entries_of(instance, resources, swap_buffer).items():
+            ledger = ledgers[device] = Ledger(resources.budget)
+            ledger.reserve("fixed", resources.fixed[0] - swap_buffer)
+            for name, size in entries.items():
+                ledger.reserve(name, size)
+    return DeviceLedgers(ledgers)
+
+
+def entries_of(plan: InstancePlan, resources: Resources, swap_buffer: int = LAYER["int8"]) -> dict[int, dict[str, int]]:
+    """Return the ledger entries of an instance's plan by device."""
+    return {
+        device: {
+            "weights": resources.weight_bytes(stage),
+            "kv": page * resources.pages_taken(stage.kv_pages),
+            SWAP_BUFFER: swap_buffer,
+        }
+        for stage, page in zip(plan.stages, resources.page_bytes, strict=True)
+        for device in stage.devices
+    }
+
+
+def fields_of(plan: InstancePlan, version: int) -> Snapshot:
+    """Return the fields of a snapshot that follow from a plan."""
+    return Snapshot(plan_version=version, kv_pages_total=plan.kv_pages - 1)
+
+
+class VirtualActuator:
+    """An actuator of a `FakeInstance`, which drives the procedure in a virtual time that is moved by hand (`now`).
+
+    Commits wait for the end of a step, and memory is freed at the end of the next one; with `step` 0 both are at once.
+    Transitions for which `error_of` returns an error are not committed. After `cancel`, no step runs any more.
+    """
+
+    def __init__(
+        self,
+        in_force: PlanInForce,
+        error_of: Callable[[Transition], str | None] = lambda _: None,
+        *,
+        name: str = "0",
+        resources: Resources | None = None,
+        ledgers: DeviceLedgers | None = None,
+        step: float = 0.0,
+        before: Callable[[str], None] = lambda action: None,
+        swap_buffer: int = LAYER["int8"],
+    ):
+        plan, self.resources = in_force.instance(name), resources or machine(len(in_force.instance(name).blocks) - 2)
+        self.now, self.in_force, self.error_of = 0.0, in_force, error_of
         self.started: list[Sequence[Transition]] = []
-        self._queue: deque[tuple[float, Transition]] = deque()
+        self.failures: list[Exception] = []
+        self.instance = FakeInstance(plan, self.resources, lambda: self._time, before)
+        self.ledgers = ledgers or ledgers_of(Plan(1, (plan,)), self.resources, swap_buffer)
+        self.waits = 0  # that the procedure has had
+        self._reconfiguration = Reconfiguration(
+            name=name,
+            instance=self.instance,
+            in_force=in_force,
+            ledgers=self.ledgers,
+            entries=lambda plan: entries_of(plan, self.resources, swap_buffer),
+            facts=PlanFacts(fields_of),
+            now=lambda: self._time,
+        )
+        self._step, self._cancelled = step, False
+        self._time = self._due = 0.0  # of the procedure, and of the end of what it waits for
+        self._procedure: Waits[None] | None = None
+        self._wait: Any = None
+        self._uncommitted: deque[Transition] = deque()
         self._outcomes: list[Outcome] = []
 
     @property
     def busy(self) -> bool:
-        self._advance()
-        return bool(self._queue)
+        self.advance()
+        return self._procedure is not None
 
     def start(self, transitions: Sequence[Transition]) -> None:
         assert not self.busy
         self.started.append(transitions)
-        end = self.now
-        for transition in transitions:
-            end += transition.seconds
-            self._queue.append((end, transition))
+        self._uncommitted = deque(transitions)
+        self._time = self._due = self.now if self.now < math.inf else self._time
+        self._wait, self._procedure = None, self._reconfiguration.carry_out(transitions, self._report)
+        self.advance()
 
     def poll(self) -> Sequence[Outcome]:
-        self._advance()
+        self.advance()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def _advance(self) -> None:
-        while self._queue and self._queue[0][0] <= self.now:
-            _, transition = self._queue.popleft()
-            error = self.error_of(transition)
-            self._outcomes.append(Outcome(transition, error, transition.seconds))
-            if error is not None:
-                self._queue.clear()
+    def cancel(self) -> None:
+        """Let every later wait for steps raise `Cancelled`."""
+        self._cancelled = True
+
+    def next_event(self) -> float:
+        """Return when the procedure goes on; infinity if none runs."""
+        return math.inf if self._procedure is None else self._due
+
+    def advance(self) -> None:
+        """Let the procedure go on with whatever has happened until `now`."""
+        while self._procedure is not None and self._due <= self.now:
+            self._time = self._due
+            try:
+                value, error = self._waited(), None
+            except Exception as failure:
+                value, error = None, failure
+            try:
+                procedure = self._procedure
+                self._wait = procedure.send(value) if error is None else procedure.throw(error)
+            except StopIteration:
+                self._procedure = None
+                return
+            self.waits += 1
+            self._due = self._end_of(self._wait)
+
+    def _waited(self) -> float | None:
+        """Return the value of the wait that has ended."""
+        match self._wait:
+            case BetweenSteps() | StepsEnded() if self._cancelled:
+                raise Cancelled("the engine is closing")
+            case BetweenSteps():
+                if error := self.error_of(self._uncommitted[0]):
+                    raise Broken(error)
+                version = self.in_force.version
+                self._wait.function()
+                for _ in range(self.in_force.version - version):
+                    self._uncommitted.popleft()
+                return self._next_boundary()
+        return None
+
+    def _end_of(self, wait: Any) -> float:
+        match wait:
+            case Sleep():
+                return max(wait.until, self._time)
+            case BetweenSteps():
+                return self._next_boundary()
+            case _:
+                return max(wait.fence, self._time)
+
+    def _next_boundary(self) -> float:
+        """Return when the step that runs now ends."""
+        return (math.floor(self._time / self._step) + 1) * self._step if self._step else self._time
+
+    def _report(self, outcome: Outcome, failure: Exception | None) -> None:
+        self._outcomes.append(outcome)
+        if failure is not None:
+            self.failures.append(failure)
+
+
+def actuators_of(
+    in_force: PlanInForce, error_of: Callable[[Transition], str | None] = lambda _: None, **options: Any
+) -> dict[str, VirtualActuator]:
+    """Return an actuator for each instance of a plan."""
+    names = [instance.name for instance in in_force.plan.instances]
+    return {name: VirtualActuator(in_force, error_of, name=name, **options) for name in names}
 
 
 @dataclass
@@ -112,9 +356,8 @@ class Fluid:
         """Return the sequences per second that full precision can serve with `pages` pages."""
         return min(self.max_seqs, (pages - 1) / self.pages_each) / self.seconds_each
 
-    def step(self, now: float, seconds: float, rate: float, plan: Plan) -> Snapshot:
+    def step(self, now: float, seconds: float, rate: float, instance: InstancePlan) -> Snapshot:
         """Advance the state by `seconds`, and return the snapshot afterwards."""
-        instance = plan.instances[0]
         share = sum(p != "bfloat16" for p in instance.layer_precisions) / len(instance.layer_precisions)
         done = min(self.running, self.running / self.seconds_each * (1 + (self.speedup - 1) * share) * seconds)
         self.running -= done
