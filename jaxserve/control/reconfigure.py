@@ -27,7 +27,7 @@ from jaxserve.control.transitions import (
     Transition,
     Waits,
 )
-from jaxserve.core.errors import JaxserveError, MemoryBudgetError
+from jaxserve.core.errors import JaxserveError, MemoryBudgetError, PlanError
 from jaxserve.core.precision import assignment_id
 from jaxserve.kvcache import PagesInUse
 from jaxserve.telemetry import Snapshot
@@ -67,7 +67,7 @@ class _Committed:
 
     batch: tuple[Transition, ...]
     began: float  # s
-    larger: InstancePlan  # the plan whose memory is booked
+    before: InstancePlan  # the plan that it replaced
     fence: Any
     held: Any
 
@@ -96,12 +96,12 @@ class Reconfiguration:
                 continue
             began = self.now()
             try:
-                larger = self._book(batch, pending)
+                self._book(batch, pending)
                 staged = yield from type(batch[0]).stage(batch, self.instance)
                 if pending:
                     yield from self._finish(pending, report, also=batch)
                     pending = None
-                pending = yield from self._commit(batch, began, larger, staged)
+                pending = yield from self._commit(batch, began, staged)
             except Exception as error:
                 if pending:
                     yield from self._finish(pending, report)
@@ -136,28 +136,26 @@ class Reconfiguration:
 
     def _fits(self, batch: Sequence[Transition], pending: _Committed | None) -> bool:
         try:
-            self.ledgers.check(self.name, self._needs(batch, pending)[1])
-        except MemoryBudgetError:
+            self.ledgers.check(self._needs(batch, pending))
+        except (MemoryBudgetError, PlanError):
             return False
         return True
 
-    def _book(self, batch: Sequence[Transition], pending: _Committed | None) -> InstancePlan:
-        """Book the memory that a batch needs while it is carried out, and return the plan that is booked."""
-        larger, entries = self._needs(batch, pending)
-        self.ledgers.update(self.name, entries)
-        return larger
+    def _book(self, batch: Sequence[Transition], pending: _Committed | None) -> None:
+        """Book the memory that a batch needs while it is carried out."""
+        self.ledgers.update(self._needs(batch, pending))
 
-    def _needs(self, batch: Sequence[Transition], pending: _Committed | None) -> tuple[InstancePlan, DeviceEntries]:
-        """Return the larger of the plans before and after a batch, and the entries while it is carried out.
+    def _needs(self, batch: Sequence[Transition], pending: _Committed | None) -> Entries:
+        """Return the entries while a batch is carried out: those of the larger of the plans before and after it.
 
-        In addition to the larger plan, the batch and the pending one have the smaller variants of their layers
-        resident. The swap buffer holds these as far as they fit into it.
+        In addition, the batch and the pending one have the smaller variants of their layers resident. The swap buffer
+        holds these as far as they fit into it. Raise `PlanError` if the batch does not start from the plan in force.
         """
         now = self.in_force.instance(self.name)
         if any(transition.bytes_needed for transition in batch):
             larger = _after(now, batch)
         else:
-            larger = pending.larger if pending else now
+            larger = pending.before if pending else now
         beside: Counter[int] = Counter()
         for transition in (*batch, *(pending.batch if pending else ())):
             beside.update(transition.bytes_beside)
@@ -165,18 +163,16 @@ class Reconfiguration:
         for device, size in beside.items():
             if size > entries[device].get(SWAP_BUFFER, 0):
                 entries[device][SWAP_BUFFER] = size
-        return larger, entries
+        return entries
 
     def _release_memory(self) -> None:
         self.ledgers.update(self.name, self.entries(self.in_force.instance(self.name)))
 
     # -- commit and release
 
-    def _commit(
-        self, batch: tuple[Transition, ...], began: float, larger: InstancePlan, staged: Any
-    ) -> Waits[_Committed]:
+    def _commit(self, batch: tuple[Transition, ...], began: float, staged: Any) -> Waits[_Committed]:
         """Commit a batch between two steps, and wait for pages in use for a while."""
-        patience_ends = self.now() + SHRINK_PATIENCE
+        before, patience_ends = self.in_force.instance(self.name), self.now() + SHRINK_PATIENCE
         held: Any = None
 
         def commit_now() -> None:
@@ -186,7 +182,7 @@ class Reconfiguration:
         while True:
             try:
                 fence = yield BetweenSteps(commit_now)
-                return _Committed(batch, began, larger, fence, held)
+                return _Committed(batch, began, before, fence, held)
             except PagesInUse:
                 # Enough pages were free when the plan was decided. Sequences have taken some since; others end soon.
                 if self.now() >= patience_ends:
