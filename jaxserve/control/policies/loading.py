@@ -146,5 +146,5 @@ def _check_protocol(policy: object, what: str) -> None:
         try:
             inspect.signature(function).bind(*arguments)
         except TypeError as error:
-            wanted = {"init": "(plan)", "update": "(snapshots, plan, state)"}[method]
+            wanted = {"init": "(plan)", "update": "(snapshot, plan, state)"}[method]
             raise ConfigError(f"{what} has a method {method} that cannot be called with {wanted}: {error}") from error
