@@ -193,17 +193,18 @@ def test_replaced_policy_takes_over_at_once_from_the_first_plan() -> None:
 
 
 def test_note_is_cleared_by_a_decision_and_by_a_new_policy() -> None:
-    @dataclass(frozen=True)
-    class Waiting(Counting):
-        """A policy that wants `target` when it is asked for the third time."""
+    class Waiting(ManualPolicy):
+        """A policy that wants its target when it is asked for the third time."""
 
-        target: InstancePlan = TARGET.instance("0")
+        def init(self, plan: InstancePlan) -> int:
+            return 0
 
         def update(self, snapshot: Snapshot, plan: InstancePlan, state: int) -> Proposal[int]:
-            return Proposal(plan if state < 2 else self.target, state + 1, f"asked {state} times before")
+            wanted = plan if state < 2 else self.target.instance(plan.name)
+            return Proposal(wanted, state + 1, f"asked {state} times before")
 
-    for target in (TARGET.instance("0"), HOME.with_kv_pages("0", 402).instance("0")):  # the second one does not fit
-        driven = DrivenController(Waiting(target=target), tick=0.05)
+    for target in (TARGET, HOME.with_kv_pages("0", 402)):  # the second one does not fit
+        driven = DrivenController(Waiting(target), tick=0.05)
         driven.run(0, 0.1)
         assert driven.controller.note == "asked 1 times before"
         driven.run(0.1, 0.05)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jaxserve.control import PlanInForce
 from jaxserve.control.controller import Controller
 from jaxserve.control.policies import load_policy
 from tests.support.control import Fluid, VirtualActuator, home_plan, machine
@@ -22,13 +23,15 @@ def test_example_policy_script_runs() -> None:
 
 
 def test_example_policy_serves_a_burst() -> None:
-    home, resources, actuator, fluid = home_plan(), machine(), VirtualActuator(), Fluid()
+    home, resources, fluid = home_plan(), machine(), Fluid()
+    actuator = VirtualActuator(PlanInForce(home))
     policy = load_policy(f"{EXAMPLE}:BusyInt8", resources, tuple(range(16)))
-    controller, seen = Controller(home, policy, resources, actuator), set()
+    controller, seen = Controller(actuator.in_force, policy, resources, {"0": actuator}), set()
     for number in range(1200):
         actuator.now = now = number / 10
-        controller.tick(now, [fluid.step(now, 0.1, 12.0 if now < 30 else 0.0, controller.plan)])
-        seen.add(controller.plan.instances[0].layer_precisions)
+        instance = actuator.in_force.instance("0")
+        controller.tick(now, {"0": fluid.step(now, 0.1, 12.0 if now < 30 else 0.0, instance)})
+        seen.add(instance.layer_precisions)
     assert ("int8",) * 16 in seen
     assert controller.plan.instances == home.instances
     assert {decision.outcome for decision in controller.decisions} == {"done"}

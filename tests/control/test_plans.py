@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from jaxserve.control import Plan, ResizeKVPool, Resources, StagePlan, SwapPrecision
-from jaxserve.control.diff import apply, diff
+from jaxserve.control import LimitSequences, Plan, PlanInForce, ResizeKVPool, Resources, StagePlan, SwapPrecision
+from jaxserve.control.diff import check_instances, diff, diff_all
 from jaxserve.control.plan_yaml import from_yaml, plan_table, to_yaml
 from jaxserve.control.resources import validate
-from jaxserve.control.transitions import batches
 from jaxserve.core.errors import ConfigError, PlanError
 from tests.support.control import LAYER, MB, PAGE, home_plan, machine
 
@@ -25,11 +24,11 @@ KEEPING = machine(LAYERS, pp=2, in_place=("int8", "int4"))  # a layer in one of 
 def plans(draw: st.DrawFn, machine: Resources = MACHINE) -> Plan:
     """Return any plan of two instances with two stages that fits."""
     plan = home_plan(LAYERS, pp=2, dp=2)
-    for instance in range(2):
+    for instance in plan.instances:
         precisions = draw(st.lists(st.sampled_from(sorted(LAYER)), min_size=LAYERS, max_size=LAYERS))
-        plan = plan.with_precisions(instance, {f"layers.{n}": p for n, p in enumerate(precisions)})
-        most = machine.kv_capacity(plan.instances[instance])
-        plan = plan.with_kv_pages(instance, draw(st.integers(machine.min_pages, most)))
+        instance = instance.with_precisions({f"layers.{n}": p for n, p in enumerate(precisions)})
+        instance = instance.with_kv_pages(draw(st.integers(machine.min_pages, machine.kv_capacity(instance))))
+        plan = plan.with_instance(instance.with_max_num_seqs(draw(st.none() | st.integers(1, 9))))
     return plan
 
 
@@ -39,17 +38,34 @@ def test_diff_leads_to_the_target_and_every_intermediate_plan_fits(machine: Reso
     old, new = (data.draw(plans(machine)) for _ in range(2))
     validate(old, machine)
     validate(new, machine)
-    plan, needs = old, []
-    for transition in diff(old, new, machine):
-        before, plan = plan, transition.apply(plan)
-        validate(plan, machine)
-        changes = [machine.change(*both) for both in zip(before.instances, plan.instances, strict=True)]
-        change = max((size for by_device in changes for size in by_device.values()), key=abs)
-        assert change == transition.bytes_needed - transition.bytes_freed
-        assert transition.peak_bytes >= transition.bytes_needed
-        needs.append(change > 0)
-    assert plan == replace(new, version=old.version + len(needs))
-    assert needs == sorted(needs), "frees before allocations"
+    reached, devices = [], {}
+    for before, after in zip(old.instances, new.instances, strict=True):
+        transitions, instance = diff(before, after, machine), before
+        for transition in transitions:
+            assert transition.instance == instance.name
+            now, instance = instance, transition.apply(instance)
+            validate(new.with_instance(instance), machine)
+            stages = zip(now.stages, instance.stages, strict=True)
+            sizes = [(machine.stage_bytes(n, b), machine.stage_bytes(n, a)) for n, (b, a) in enumerate(stages)]
+            change = max((after - before for before, after in sizes), key=abs)
+            assert change == transition.bytes_needed - transition.bytes_freed
+            for device, size in transition.bytes_beside.items():
+                devices[device] = max(devices.get(device, 0), size)
+        needs = [transition.bytes_needed > 0 for transition in transitions if not is_limit(transition)]
+        assert needs == sorted(needs), "frees before allocations"
+        limits = [(n, t.lowers) for n, t in enumerate(transitions) if is_limit(t)]
+        assert limits in ([], [(0, True)], [(len(transitions) - 1, False)]), "fewer sequences first, more last"
+        reached.append(instance)
+    assert tuple(reached) == new.instances
+    assert devices.keys() <= {0, 1, 2, 3}
+    assert max(devices.values(), default=0) <= LAYER["int8"], "what the swap buffer of `machine` has room for"
+    assert diff_all(old, new, machine) == tuple(
+        t for a, b in zip(old.instances, new.instances, strict=True) for t in diff(a, b, machine)
+    )
+
+
+def is_limit(transition: object) -> bool:
+    return isinstance(transition, LimitSequences)
 
 
 @given(plans())
@@ -59,46 +75,35 @@ def test_plan_survives_a_round_trip_through_yaml(plan: Plan) -> None:
 
 def test_diff_of_equal_plans_is_empty() -> None:
     plan = home_plan()
-    assert diff(plan, replace(plan, version=9), machine()) == ()
+    assert diff(plan.instances[0], plan.instances[0], machine()) == ()
+    assert diff_all(plan, replace(plan, version=9), machine()) == ()
 
 
 def test_transitions_state_their_bytes_and_seconds() -> None:
-    old = home_plan()
-    new = old.with_precisions("0", {"layers.3": "int4"}).with_kv_pages("0", 421)
-    swap, resize = diff(old, new, machine())
-    assert swap == SwapPrecision(0, "layers.3", "bfloat16", "int4", 15 * MB, 0, 5 * MB, 0.005)
-    assert resize == ResizeKVPool(0, 401, 421, 0, 20 * PAGE, 20 * PAGE, 0.0)
+    (old,) = home_plan().instances
+    new = old.with_precisions({"layers.3": "int4"}).with_kv_pages(421).with_max_num_seqs(9)
+    limit, swap, resize = diff(old, new, machine())
+    assert swap == SwapPrecision("0", "layers.3", "bfloat16", "int4", (0,), 20 * MB, 5 * MB, 0.005)
+    assert (swap.bytes_freed, swap.bytes_needed, swap.bytes_beside) == (15 * MB, 0, {0: 5 * MB})
+    assert resize == ResizeKVPool("0", 401, 421, 20 * PAGE, 0.0)
+    assert (resize.bytes_freed, resize.bytes_needed, resize.bytes_beside) == (0, 20 * PAGE, {})
     assert str(swap) == "instance 0: layers.3 bfloat16 -> int4 (frees 15.0 MB, about 5 ms)"
     assert str(resize) == "instance 0: KV 401 -> 421 pages (needs 10.0 MB)"
-
-
-def test_layers_used_without_a_copy_change_in_one_batch() -> None:
-    """First all that free memory, then all that need it. Copied layers have room for one at a time."""
-    plan = home_plan()
-    some = plan.with_precisions("0", {"layers.0": "int4", "layers.2": "int8"})
-    other = plan.with_precisions("0", {"layers.1": "int4", "layers.3": "int4"}).with_kv_pages("0", 421)
-    way = diff(some, other, replace(machine(), in_place=("int8", "int4")))
-    changed = [[getattr(transition, "block", "KV") for transition in batch] for batch in batches(way)]
-    assert changed == [["layers.1", "layers.3"], ["layers.0", "layers.2"], ["KV"]]
-    assert [len(batch) for batch in batches(diff(some, other, machine()))] == [1] * 5
-    assert list(batches(())) == []
-
-
-def test_batches_never_mix_instances() -> None:
-    plan, layers = home_plan(dp=2), {"layers.1": "int4", "layers.3": "int4"}
-    way = diff(
-        plan, plan.with_precisions("0", layers).with_precisions("1", layers), replace(machine(), in_place=("int4",))
-    )
-    assert [[transition.instance for transition in batch] for batch in batches(way)] == [[0, 0], [1, 1]]
+    assert str(limit) == "instance 0: at most all sequences -> 9 sequences at once"
+    assert (limit.bytes_freed, limit.bytes_needed, limit.bytes_beside, limit.seconds) == (0, 0, {}, 0.0)
+    back = diff(new, old, machine())
+    assert back[0] == ResizeKVPool("0", 421, 401, -20 * PAGE, 20 * PAGE / (1000 * MB))
+    assert back[1].bytes_needed == 15 * MB
+    assert back[1].bytes_beside == {0: 5 * MB}, "the smaller of both, beside the larger plan"
+    assert back[2] == LimitSequences("0", 9, None)
 
 
 def test_transition_applied_to_a_different_plan_is_refused() -> None:
-    old = home_plan()
-    transitions = diff(old, old.with_precisions("0", {"layers.3": "int4"}).with_kv_pages("0", 421), machine())
-    done = apply(old, transitions)
-    for transition in transitions:
-        with pytest.raises(PlanError):
-            transition.apply(done)
+    (old,) = home_plan().instances
+    new = old.with_precisions({"layers.3": "int4"}).with_kv_pages(421).with_max_num_seqs(9)
+    for transition in diff(old, new, machine()):
+        with pytest.raises(PlanError, match=r"instance 0 .*the change starts from"):
+            transition.apply(new)
 
 
 def test_kv_capacity_is_what_the_budget_leaves_to_the_page() -> None:
@@ -114,15 +119,15 @@ def test_pinned_layer_in_use_takes_no_further_bytes() -> None:
     small = plan.with_precisions("0", {"layers.0": "int4", "layers.9": "int8"})
     assert resources.kv_capacity(plan.instances[0]) == 401
     assert resources.kv_capacity(small.instances[0]) == 401 + 40 * MB // PAGE, "both layers' bytes, to the page"
-    assert diff(plan, small, resources) == (
-        SwapPrecision(0, "layers.0", "bfloat16", "int4", 20 * MB, 0, 0, 0.0),
-        SwapPrecision(0, "layers.9", "bfloat16", "int8", 20 * MB, 0, 0, 0.0),
+    assert diff(plan.instances[0], small.instances[0], resources) == (
+        SwapPrecision("0", "layers.0", "bfloat16", "int4", (0,), 20 * MB, 0, 0.0),
+        SwapPrecision("0", "layers.9", "bfloat16", "int8", (0,), 20 * MB, 0, 0.0),
     )
-    assert diff(small, small.with_precisions("0", {"layers.9": "int4"}), resources) == (
-        SwapPrecision(0, "layers.9", "int8", "int4", 0, 0, 0, 0.0),
+    assert diff(small.instances[0], small.with_precisions("0", {"layers.9": "int4"}).instances[0], resources) == (
+        SwapPrecision("0", "layers.9", "int8", "int4", (0,), 0, 0, 0.0),
     )
-    assert diff(small, plan, resources)[0] == SwapPrecision(
-        0, "layers.0", "int4", "bfloat16", 0, 20 * MB, 20 * MB, 0.020
+    assert diff(small.instances[0], plan.instances[0], resources)[0] == SwapPrecision(
+        "0", "layers.0", "int4", "bfloat16", (0,), 0, 20 * MB, 0.020
     )
 
 
@@ -137,6 +142,10 @@ def stage_of(plan: Plan, **changes: object) -> Plan:
     ("change", "message"),
     [
         (lambda p: replace(p, instances=p.instances * 2), "2 instances: it must have 1 (dp)"),
+        (
+            lambda p: replace(p, instances=(replace(p.instances[0], name="7"),)),
+            "unknown instance '0': the instances are 7",
+        ),
         (lambda p: stage_of(p, devices=(7,)), "stage 1 is on devices 7: it must stay on 1"),
         (lambda p: stage_of(p, blocks=p.instances[0].stages[1].blocks[::-1]), "has blocks head, layers.5"),
         (lambda p: stage_of(p, kv_pages=300), "stages of 300, 401 KV pages"),
@@ -157,7 +166,7 @@ def stage_of(plan: Plan, **changes: object) -> Plan:
 def test_diff_of_plans_that_no_transition_connects_is_refused(change: Callable[[Plan], Plan], message: str) -> None:
     plan = home_plan(LAYERS, pp=2)
     with pytest.raises(PlanError, match=re.escape(message)):
-        diff(plan, change(plan), MACHINE)
+        diff_all(plan, change(plan), MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +184,48 @@ def test_plan_that_the_machine_cannot_hold_is_refused(change: Callable[[Plan], P
     changed = change(home_plan(LAYERS, pp=2))
     with pytest.raises(PlanError, match=re.escape(message)):
         validate(changed, MACHINE)
+
+
+def test_plan_that_names_an_instance_twice_is_refused() -> None:
+    plan = home_plan(dp=2)
+    with pytest.raises(PlanError, match="the plan names an instance twice: 0, 0"):
+        check_instances(plan, replace(plan, instances=plan.instances[:1] * 2))
+
+
+def test_diff_of_two_instances_is_refused() -> None:
+    first, second = home_plan(dp=2).instances
+    with pytest.raises(PlanError, match="the plan is that of instance 1: it must be that of instance 0"):
+        diff(first, second, machine())
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_plan_in_which_no_sequence_runs_is_refused(count: int) -> None:
+    plan = home_plan()
+    with pytest.raises(PlanError, match=f"instance 0 runs at most {count} sequences: it must be at least 1"):
+        validate(plan.with_instance(plan.instances[0].with_max_num_seqs(count)), machine())
+
+
+def test_instance_is_found_by_its_name() -> None:
+    plan = home_plan(dp=3)
+    changed = plan.with_kv_pages("1", 300)
+    assert [instance.kv_pages for instance in changed.instances] == [401, 300, 401]
+    assert changed.version == plan.version + 1
+    assert changed.instance("1") is changed.instances[1]
+    with pytest.raises(PlanError, match="unknown instance '3': the instances are 0, 1, 2"):
+        plan.with_instance(replace(plan.instances[0], name="3"))
+
+
+def test_plan_in_force_counts_transitions_and_stays_if_the_change_fails() -> None:
+    plan = home_plan(dp=2)
+    in_force = PlanInForce(plan)
+    changed = in_force.instance("1").with_kv_pages(300)
+    with pytest.raises(KeyError), in_force.changing(changed, 2):
+        raise KeyError
+    assert in_force.plan is plan
+    with in_force.changing(changed, 2) as version:
+        assert (version, in_force.version) == (3, 1)
+    assert in_force.plan == Plan(3, (plan.instances[0], changed))
+    assert in_force.plan is in_force.plan
 
 
 def test_precision_of_an_unknown_block_is_refused() -> None:
@@ -222,15 +273,29 @@ def test_layer_number_with_thousands_of_digits_is_an_unknown_block() -> None:
     odd = "? layers.0-" + 5000 * "9" + "\n      : int4"  # as a key of more than 128 characters is written
     plan = from_yaml(to_yaml(home_plan()).replace("layers.0-15: bfloat16", odd))
     with pytest.raises(PlanError, match=r"has blocks embed, layers\.0-999"):
-        diff(home_plan(), plan, machine())
+        diff_all(home_plan(), plan, machine())
 
 
 @pytest.mark.parametrize("stages", [[["0-9999", "10000"]], [["0-5999"], ["0-5999"]], [["0-999"]] * 11])
-def test_plan_with_too_many_blocks_is_refused(stages: list[list[str]]) -> None:
+def test_instance_with_too_many_blocks_is_refused(stages: list[list[str]]) -> None:
     blocks = [{f"layers.{run}": "int8" for run in runs} for runs in stages]
     plan = {"instances": [{"stages": [{"devices": [0], "kv_pages": 9, "blocks": some} for some in blocks]}]}
-    with pytest.raises(ConfigError, match=rf"with 'layers\.{stages[-1][-1]}' the plan has more than 10000 blocks"):
+    with pytest.raises(ConfigError, match=rf"with 'layers\.{stages[-1][-1]}' the instance has more than 10000 blocks"):
         from_yaml(json.dumps(plan))
+
+
+def test_plan_with_too_many_blocks_is_refused() -> None:
+    instance = {"stages": [{"devices": [0], "kv_pages": 9, "blocks": {"layers.0-9998": "int8"}}]}
+    with pytest.raises(ConfigError, match=r"instances\[20\]: with it the plan has more than 200000 blocks"):
+        from_yaml(json.dumps({"instances": [instance] * 22}))
+
+
+def test_names_and_limits_of_instances_are_read() -> None:
+    text = to_yaml(home_plan(4, dp=2))
+    assert from_yaml(text.replace("name: '0'", "name: first\n  max_num_seqs: 3")).instances[0] == replace(
+        home_plan(4, dp=2).instances[0], name="first", max_num_seqs=3
+    )
+    assert from_yaml(text.replace("name: '1'\n  ", "")) == home_plan(4, dp=2), "by default it is the position"
 
 
 @pytest.mark.parametrize("text", ["", "3", "- 1", "instances: []", "instances: {}", "instances: [{stages: 1}]"])

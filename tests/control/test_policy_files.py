@@ -104,7 +104,7 @@ def test_unknown_policy_is_refused(tmp_path: Path) -> None:
         (
             "class Own:\n name = 'own'\n def __init__(self, *given): pass\n def init(self, plan): pass\n"
             " def update(self, plan): pass",
-            "has a method update that cannot be called with (snapshots, plan, state): too many positional arguments",
+            "has a method update that cannot be called with (snapshot, plan, state): too many positional arguments",
         ),
     ],
 )

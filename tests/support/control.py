@@ -128,8 +128,8 @@ class FakeInstance:
         return sizes
 
     def use(self, plan: InstancePlan) -> None:
-        self._before("use the plan")
         self.plan = plan
+        self._before("use the plan")
 
     def prepare_layer(self, block: str, precision: str, size: int, seconds: float) -> Waits[Layer]:
         self._before(f"prepare {block} {precision}")
