@@ -124,7 +124,9 @@ class SimDevice:
         pass
 
     def pages_moved(self, moves: Mapping[int, int], seconds: float) -> Waits[None]:
+        """Wait for a step that begins after the commit, because the device moves the pages before it."""
         yield Sleep(self._clock.now() + seconds)
+        yield StepsEnded((yield BetweenSteps(lambda: None)))
 
     def replace_layers(self, layers: Sequence[Layer]) -> Sequence[Layer]:
         replaced = [self._layers[block] for block, _ in layers]
