@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from typing import Any
 
 from jaxserve.control.diff import check_instances, diff
@@ -70,9 +71,10 @@ class Controller:
         """
         self.interval = tick
         self.policy = policy
-        self.decisions: deque[Decision] = deque(maxlen=DECISIONS)
         self.history: deque[HistorySample] = deque(maxlen=HISTORY)
         self._in_force, self._resources = in_force, resources
+        self._decisions: dict[int, Decision] = {}  # the latest, by number
+        self._numbers = count()
         self._lock = threading.RLock()
         self._due = self._sample_due = float("-inf")
         backoff = Backoff() if backoff is None else backoff
@@ -95,6 +97,11 @@ class Controller:
     def plan(self) -> Plan:
         """Plan in force."""
         return self._in_force.plan
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """The latest decisions, in order."""
+        return self.latest_decisions(DECISIONS)
 
     @property
     def target(self) -> Plan | None:
@@ -150,7 +157,7 @@ class Controller:
     def latest_decisions(self, limit: int) -> list[Decision]:
         """Return at most `limit` of the latest decisions, the oldest first."""
         with self._lock:
-            return list(self.decisions)[-limit:] if limit > 0 else []
+            return list(islice(reversed(self._decisions.values()), max(0, limit)))[::-1]
 
     def samples_since(self, time: float) -> list[HistorySample]:
         """Return the samples that were taken after a time (s)."""
@@ -177,17 +184,20 @@ class Controller:
             with self._lock:
                 self.history.append(sample(now, self.plan, seen, self._resources))
 
-    def _record(self, decision: Decision, before: Decision | None = None) -> Decision:
-        """Log a decision, and keep it, in the place of the record `before` if that is given. Return what is kept."""
-        if before is None and decision.instance and len(self._instances) > 1:
+    def _record(self, decision: Decision, number: int | None = None) -> int:
+        """Log a decision and keep it, in the place of the one with a number if that is given. Return its number."""
+        if decision.instance and len(self._instances) > 1:
             decision = replace(decision, reason=f"instance {decision.instance}: {decision.reason}")
         with self._lock:
-            if before is None:
-                self.decisions.append(decision)
-            elif before in self.decisions:  # changes by operators may have followed it
-                self.decisions[self.decisions.index(before)] = decision
+            if number is None:
+                number = next(self._numbers)
+                self._decisions[number] = decision
+                if len(self._decisions) > DECISIONS:
+                    del self._decisions[next(iter(self._decisions))]
+            elif number in self._decisions:
+                self._decisions[number] = decision
         _log(decision)
-        return decision
+        return number
 
 
 class InstanceController:
@@ -202,7 +212,7 @@ class InstanceController:
         actuator: Actuator,
         smoother: Smoother,
         backoff: Backoff,
-        record: Callable[..., Decision],
+        record: Callable[..., int],
         lock: threading.RLock,
     ):
         """Return to `start` under policies that do. `record` keeps decisions; `lock` guards what other threads use."""
@@ -212,7 +222,7 @@ class InstanceController:
         self.seen = Snapshot()  # smoothed, at the latest tick
         self._pending: list[Transition] = []  # started, but not ended
         self._state_when_done: Any = None  # the policy's next state, if the pending transitions succeed
-        self._open: Decision | None = None  # the decision that is being carried out
+        self._open: tuple[int, Decision] | None = None  # the decision that is being carried out, and its number
         self.target: InstancePlan | None = None
         """The plan that is being carried out, or None."""
         self.set_policy(policy)
@@ -271,7 +281,8 @@ class InstanceController:
     ) -> None:
         self.target, self.note = target, ""
         self._pending, self._state_when_done = list(transitions), state
-        self._open = self._record(self._decision(now, reason, "started", tuple(map(str, transitions))))
+        decision = self._decision(now, reason, "started", tuple(map(str, transitions)))
+        self._open = self._record(decision), decision
         self._actuator.start(transitions)
 
     def _take_outcomes(self, now: float, busy: bool) -> None:
@@ -292,7 +303,8 @@ class InstanceController:
 
     def _end(self, outcome: str) -> None:
         assert self._open is not None
-        self._record(replace(self._open, outcome=outcome), self._open)
+        number, decision = self._open
+        self._record(replace(decision, outcome=outcome), number)
         self._pending, self.target, self._open = [], None, None
 
     def _reject(self, now: float, reason: str, error: str) -> None:

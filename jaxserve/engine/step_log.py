@@ -424,6 +424,7 @@ def decision_record(controller: Controller, now: float) -> DecisionRecord | None
 
     A decision that is "done" at the time of its own tick is a change by an operator, and does not count.
     """
-    if not controller.decisions or (d := controller.decisions[-1]).time != now or d.outcome == "done":
+    latest = controller.latest_decisions(1)
+    if not latest or (d := latest[0]).time != now or d.outcome == "done":
         return None
     return DecisionRecord(now, d.policy, d.reason, d.before_version, d.target_version, d.transitions, d.outcome)
