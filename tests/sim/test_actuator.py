@@ -7,20 +7,19 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxserve.control import (
-    DeviceLedgers,
     InstancePlan,
-    Ledger,
     Outcome,
     Plan,
+    PlanInForce,
     ResizeKVPool,
     Resources,
     SwapPrecision,
     Transition,
 )
 from jaxserve.control.controller import Controller
-from jaxserve.control.diff import apply, diff
+from jaxserve.control.diff import diff
 from jaxserve.control.policies.fixed import ManualPolicy
-from jaxserve.control.transitions import SHRINK_PATIENCE, SHRINK_RETRY
+from jaxserve.control.reconfigure import SHRINK_PATIENCE, SHRINK_RETRY, PlanFacts
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
@@ -30,12 +29,12 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
-from jaxserve.sim.actuator import SimActuator
+from jaxserve.sim.actuator import Agenda, SimActuator
 from jaxserve.sim.hardware import Link
 from jaxserve.sim.links import Priority, SharedLinks
-from jaxserve.telemetry import EngineMetrics, Snapshot
+from jaxserve.telemetry import EngineMetrics
 from tests.sim.devices import PendingStep, VirtualDevice
-from tests.support.control import LAYER, MB, PAGE, home_plan, machine
+from tests.support.control import LAYER, MB, PAGE, entries_of, fields_of, home_plan, ledgers_of, machine
 
 LAYERS, PAGES = 4, 101
 STEP = 0.1  # s
@@ -93,7 +92,7 @@ class ServedInstance:
 
 
 class World:
-    """Instances on one machine, their actuator, and the virtual time of both."""
+    """Instances on machines of their own, their actuators, and the virtual time of all."""
 
     def __init__(
         self,
@@ -106,32 +105,35 @@ class World:
         spare: int = 0,
         kept: tuple[str, ...] = (),
     ):
-        """Start with a ledger that reserves `exchange` bytes as a swap buffer and leaves `spare` bytes free.
+        """Start with ledgers that have `exchange` bytes as a swap buffer, and leave `spare` bytes free.
 
         `kept` are the precisions in which layers are pinned on the host.
         """
         self.clock = VirtualClock()
-        self.resources: Resources = machine(LAYERS, home_pages=PAGES, in_place=kept)
+        resources: Resources = replace(machine(LAYERS, home_pages=PAGES), in_place=kept)
+        self.resources = replace(resources, budget=resources.budget + spare)
         self.home = home_plan(LAYERS, pages=PAGES, dp=dp)
-        self.links = SharedLinks({"pcie": Link(bandwidth, 0.0)})
+        self.in_force, self.agenda = PlanInForce(self.home), Agenda(self.clock)
         self.instances = [self._instance(number) for number in range(dp)]
-        self.buffer = {"exchange": exchange} if exchange else {}
-        used = exchange + sum(self.entries(self.home).values())
-        self.ledgers = DeviceLedgers({device: Ledger(used + spare) for device in range(dp)})
-        for number, instance in enumerate(self.home.instances):
-            self.ledgers.update(str(number), self.device_entries(instance))
-        self.actuator = SimActuator(
-            self.home,
-            self.instances,
-            self.clock,
-            self.links,
-            ["pcie"] * dp,
-            ledgers=self.ledgers,
-            entries=self.device_entries,
-            plan_fields=self.plan_fields,
-            compile_seconds=compile_seconds,
-            warm=warm,
-        )
+        self.links = [SharedLinks({"pcie": Link(bandwidth, 0.0)}) for _ in range(dp)]
+        self.ledgers = ledgers_of(self.home, self.resources, exchange)
+        self.actuators = {
+            plan.name: SimActuator(
+                plan.name,
+                instance,
+                self.in_force,
+                self.clock,
+                self.agenda,
+                links,
+                "pcie",
+                ledgers=self.ledgers,
+                entries=lambda plan: entries_of(plan, self.resources, exchange),
+                facts=PlanFacts(fields_of),
+                compile_seconds=compile_seconds,
+                warm=warm,
+            )
+            for plan, instance, links in zip(self.home.instances, self.instances, self.links, strict=True)
+        }
         self.controlled, self.requests = False, 0
         self.outcomes: list[Outcome] = []
         self.ended: list[float] = []  # time (s) of each outcome
@@ -139,26 +141,21 @@ class World:
     def _instance(self, number: int) -> ServedInstance:
         pages = PagePool(PAGES, caching=False, min_pages=self.resources.min_pages, max_pages=self.resources.max_pages)
         scheduler = Scheduler(SchedulerLimits(4, 4, 16, 16), pages, PageTable(4, 64))
-        plan_fields = self.plan_fields(self.home, number)
-        core = EngineCore(scheduler, INFO, None, EngineMetrics("model"), plan_fields=plan_fields, index=number)
-        return ServedInstance(core, PlannedDevice(self.clock, self.run_until), self.home.instances[number])
+        plan = self.home.instances[number]
+        core = EngineCore(scheduler, INFO, None, EngineMetrics("model"), plan_fields=fields_of(plan, 1), index=number)
+        return ServedInstance(core, PlannedDevice(self.clock, self.run_until), plan)
 
     @property
-    def ledger(self) -> Ledger:
-        """The ledger of the fullest device."""
-        return self.ledgers.fullest
+    def plan(self) -> Plan:
+        return self.in_force.plan
 
-    def device_entries(self, instance: InstancePlan) -> dict[int, dict[str, int]]:
-        (stage,) = instance.stages
-        return {stage.devices[0]: self.entries(Plan(0, (instance,))) | self.buffer}
+    @property
+    def busy(self) -> bool:
+        return any(actuator.busy for actuator in self.actuators.values())
 
-    def entries(self, plan: Plan) -> dict[str, int]:
-        """Return the entries of the first instance without the swap buffer."""
-        entries = self.resources.stage_entries(plan.instances[0].stages[0])
-        return {name: entries[name] for name in ("weights", "kv")}
-
-    def plan_fields(self, plan: Plan, number: int) -> Snapshot:
-        return Snapshot(plan_version=plan.version, kv_pages_total=plan.instances[number].kv_pages - 1)
+    def entry(self, name: str) -> int:
+        """Return the first device's ledger entry."""
+        return self.ledgers[0].entries[name]
 
     def add(self, *, tokens: int, prompt: int = 16, number: int = 0) -> None:
         core = self.instances[number].core
@@ -167,24 +164,27 @@ class World:
         self.requests += 1
 
     def run_until(self, time: float) -> None:
-        """Handle the actuator's events up to `time`, and set the clock to it."""
-        while (due := self.actuator.next_event()) <= time:
+        """Handle the events up to `time`, and set the clock to it."""
+        while (due := self.agenda.next_event()) <= time:
             assert due >= self.clock.time
             self.clock.time = due
-            self.actuator.advance(due)
+            self.agenda.advance()
             self.collect_outcomes()
         self.clock.time = max(self.clock.time, time)
 
     def start(self, *transitions: Transition) -> None:
-        self.actuator.start(transitions)
+        for name, actuator in self.actuators.items():
+            if own := [transition for transition in transitions if transition.instance == name]:
+                actuator.start(own)
         self.collect_outcomes()
 
     def collect_outcomes(self) -> None:
-        """Collect the actuator's outcomes, unless a controller does."""
-        assert self.ledger.used <= self.ledger.budget
+        """Collect the outcomes of all actuators, unless a controller does."""
+        for device in range(len(self.instances)):
+            assert self.ledgers[device].used <= self.ledgers[device].budget
         if self.controlled:
             return
-        outcomes = self.actuator.poll()
+        outcomes = [outcome for actuator in self.actuators.values() for outcome in actuator.poll()]
         self.outcomes += outcomes
         self.ended += [self.clock.time] * len(outcomes)
 
@@ -201,22 +201,19 @@ class World:
         self.outcomes, self.ended = [], []
         self.start(*transitions)
         self.run_until(self.clock.time + 1000.0)
-        assert not self.actuator.busy
+        assert not self.busy
         return [outcome.seconds for outcome in self.outcomes]
 
     def transitions_to(self, target: Plan) -> tuple[Transition, ...]:
-        return diff(self.actuator.plan, target, self.resources)
+        return diff(self.plan.instances[0], target.instances[0], self.resources)
 
     def swap(self, layer: int, precision: str, *, before: str = "bfloat16", instance: int = 0) -> SwapPrecision:
-        change = LAYER[before] - LAYER[precision]
-        bytes_ = max(0, change), max(0, -change), LAYER[precision]
-        seconds = LAYER[precision] / self.resources.copy_rate
-        return SwapPrecision(instance, f"layers.{layer}", before, precision, *bytes_, seconds)
+        sizes, seconds = (LAYER[before], LAYER[precision]), LAYER[precision] / self.resources.copy_rate
+        return SwapPrecision(str(instance), f"layers.{layer}", before, precision, (instance,), *sizes, seconds)
 
     def resize(self, after: int, *, before: int = PAGES, instance: int = 0) -> ResizeKVPool:
         change = (after - before) * PAGE
-        seconds = max(0, -change) / self.resources.copy_rate
-        return ResizeKVPool(instance, before, after, max(0, -change), max(0, change), max(0, change), seconds)
+        return ResizeKVPool(str(instance), before, after, change, max(0, -change) / self.resources.copy_rate)
 
 
 # -- how long it takes
@@ -225,9 +222,9 @@ class World:
 def test_a_swap_takes_the_seconds_that_were_estimated() -> None:
     world = World()
     assert world.carry_out(world.swap(1, "int8")) == pytest.approx([0.010])  # 10 MB at 1000 MB/s
-    assert world.actuator.plan.instances[0].layer_precisions == ("bfloat16", "int8", "bfloat16", "bfloat16")
-    assert world.instances[0].plans[-1][1] == world.actuator.plan.instances[0]
-    assert world.instances[0].core.snapshot.plan_version == world.actuator.plan.version == 2
+    assert world.plan.instances[0].layer_precisions == ("bfloat16", "int8", "bfloat16", "bfloat16")
+    assert world.instances[0].plans[-1][1] == world.plan.instances[0]
+    assert world.instances[0].core.snapshot.plan_version == world.plan.version == 2
     assert world.instances[0].core.salt == "0-0:bfloat16,1-1:int8,2-3:bfloat16"
 
 
@@ -238,12 +235,12 @@ def test_it_takes_what_its_bytes_take_on_a_slower_link() -> None:
 
 def test_a_layer_that_is_kept_is_used_at_once_and_gives_all_of_the_one_before() -> None:
     world = World(bandwidth=100 * MB, exchange=0, kept=("int8", "int4"))
-    world.links.start(0.0, "pcie", 30 * MB, Priority.WEIGHTS)
+    world.links[0].start(0.0, "pcie", 30 * MB, Priority.WEIGHTS)
     small = world.home.with_precisions("0", {"layers.1": "int4"})
     assert world.carry_out(*world.transitions_to(small.with_kv_pages("0", PAGES + 40))) == [0.0, 0.0]
-    assert world.ledger.entries == {"weights": 3 * LAYER["bfloat16"], "kv": (PAGES + 40) * PAGE}
+    assert (world.entry("weights"), world.entry("kv")) == (3 * LAYER["bfloat16"], (PAGES + 40) * PAGE)
     assert world.carry_out(*world.transitions_to(world.home)) == pytest.approx([0.0, 0.2]), "20 MB at 100 MB/s"
-    assert world.ledger.used == world.ledger.budget
+    assert world.ledgers[0].used == world.ledgers[0].budget
 
 
 def test_layers_that_are_kept_change_between_the_same_two_steps() -> None:
@@ -256,9 +253,9 @@ def test_layers_that_are_kept_change_between_the_same_two_steps() -> None:
 
 def test_other_transfers_on_the_link_come_first_or_have_their_share() -> None:
     world = World(bandwidth=100 * MB)
-    world.links.start(0.0, "pcie", 30 * MB, Priority.KV)
+    world.links[0].start(0.0, "pcie", 30 * MB, Priority.KV)
     assert world.carry_out(world.swap(1, "int8")) == pytest.approx([0.400])
-    world.links.start(world.clock.time, "pcie", 30 * MB, Priority.WEIGHTS)
+    world.links[0].start(world.clock.time, "pcie", 30 * MB, Priority.WEIGHTS)
     assert world.carry_out(world.swap(2, "int8")) == pytest.approx([0.200])
 
 
@@ -266,7 +263,7 @@ def test_a_transfer_that_starts_later_delays_it_too() -> None:
     world = World(bandwidth=100 * MB)
     world.start(world.swap(1, "int8"))
     world.run_until(0.05)
-    world.links.start(0.05, "pcie", 20 * MB, Priority.ACTIVATIONS)
+    world.links[0].start(0.05, "pcie", 20 * MB, Priority.ACTIVATIONS)
     world.run_until(10.0)
     assert world.ended == pytest.approx([0.300])
 
@@ -274,19 +271,18 @@ def test_a_transfer_that_starts_later_delays_it_too() -> None:
 def test_links_that_another_part_drives_are_no_obstacle() -> None:
     world = World(bandwidth=100 * MB)
     world.start(world.swap(1, "int8"))
-    other = world.links.start(0.0, "pcie", 10 * MB, Priority.KV)
+    other = world.links[0].start(0.0, "pcie", 10 * MB, Priority.KV)
     for time in (0.1, 0.2):
-        world.clock.time = time
-        world.links.advance(time)
+        world.links[0].advance(time)
+        world.run_until(time)
     assert other.end == pytest.approx(0.1)
-    assert world.actuator.next_event() == 0.2
     world.run_until(1.0)
     assert world.ended == pytest.approx([0.2])
 
 
 def test_a_signature_is_compiled_once_in_each_instance() -> None:
     world = World(dp=2, compile_seconds=3.0, warm=[("layers", "int4")])
-    first = world.carry_out(world.swap(0, "int8"), world.swap(1, "int8"), world.swap(2, "int4"))
+    first = [world.carry_out(swap)[0] for swap in (world.swap(0, "int8"), world.swap(1, "int8"), world.swap(2, "int4"))]
     assert first == pytest.approx([3.010, 0.010, 0.005])
     assert world.carry_out(world.swap(0, "bfloat16", before="int8")) == pytest.approx([0.020]), "it ran at the start"
     assert world.carry_out(world.swap(0, "int8")) == pytest.approx([0.010])
@@ -302,7 +298,7 @@ def test_a_pool_grows_in_no_time() -> None:
     world = World(spare=50 * PAGE)
     assert world.carry_out(world.resize(151)) == [0.0]
     assert world.instances[0].core.scheduler.pages.num_pages == 151
-    assert world.ledger.entries["kv"] == 151 * PAGE
+    assert world.entry("kv") == 151 * PAGE
     assert world.instances[0].core.snapshot.kv_pages_total == 150
 
 
@@ -327,18 +323,18 @@ def test_it_is_committed_between_two_steps_and_frees_its_memory_when_those_dispa
     instance.step()  # the first step is on the device until 0.1
     world.start(world.swap(1, "int8"), world.swap(2, "int8"))
     world.run_until(0.05)
-    assert instance.plans[-1] == (pytest.approx(0.01), world.actuator.plan.instances[0])
-    assert (world.ledger.entries["weights"], world.outcomes) == (full, [])
+    assert instance.plans[-1] == (pytest.approx(0.01), world.plan.instances[0])
+    assert (world.entry("weights"), world.outcomes) == (full, [])
     instance.step()  # the second step begins, until 0.2, and the first one ends
     world.run_until(0.1)
-    assert (world.ledger.entries["weights"], world.ended) == (full - 10 * MB, [0.1])
+    assert (world.entry("weights"), world.ended) == (full - 10 * MB, [0.1])
     instance.step()  # the third step begins, until 0.3; the second swap is prepared meanwhile, and waits
-    assert (world.clock.time, world.actuator.plan.version) == (0.2, 2)
+    assert (world.clock.time, world.plan.version) == (0.2, 2)
     instance.step()  # the second swap is committed before the fourth step, and freed when the third step has ended
-    assert (world.clock.time, world.actuator.plan.version) == (pytest.approx(0.3), 3)
-    assert world.ledger.entries["weights"] == full - 10 * MB
+    assert (world.clock.time, world.plan.version) == (pytest.approx(0.3), 3)
+    assert world.entry("weights") == full - 10 * MB
     world.run_until(world.clock.time)
-    assert world.ledger.entries["weights"] == full - 20 * MB
+    assert world.entry("weights") == full - 20 * MB
     assert world.ended == pytest.approx([0.1, 0.3])
     assert [o.seconds for o in world.outcomes] == pytest.approx([0.1, 0.2])
     quantised = [plan.layer_precisions.count("int8") for _, plan in instance.device.steps]
@@ -353,14 +349,15 @@ def test_pages_move_after_the_steps_on_the_device_and_come_back_after_the_one_be
     scheduler.pages.allocate(90)  # so that the request's page is the 91st, and has to move
     instance.step()
     world.start(world.resize(100))
+    world.run_until(0.0)
     assert scheduler.pages.num_pages == 100, "at once"
-    kv = world.ledger.entries["kv"]
+    kv = world.entry("kv")
     instance.step()
     world.run_until(0.1)
-    assert (world.ledger.entries["kv"], world.actuator.busy) == (kv, True), "the step dispatched before has ended"
+    assert (world.entry("kv"), world.busy) == (kv, True), "the step dispatched before has ended"
     instance.step()
     world.run_until(0.2)
-    assert (world.ledger.entries["kv"], world.actuator.busy) == (kv - PAGE, False)
+    assert (world.entry("kv"), world.busy) == (kv - PAGE, False)
 
 
 def test_any_number_of_transitions_may_end_at_the_same_time() -> None:
@@ -375,13 +372,14 @@ def test_any_number_of_transitions_may_end_at_the_same_time() -> None:
 def unchanged(world: World) -> bool:
     """Return whether everything is as at the start, with no transition or transfer in progress."""
     (instance,) = world.instances
+    home = {"weights": LAYERS * LAYER["bfloat16"], "kv": PAGES * PAGE}
     return (
-        world.actuator.plan == world.home
+        world.plan == world.home
         and instance.plans[-1][1] == world.home.instances[0]
         and instance.core.scheduler.pages.num_pages == PAGES
-        and {name: world.ledger.entries[name] for name in ("weights", "kv")} == world.entries(world.home)
-        and not world.actuator.busy
-        and world.links.next_event() == world.actuator.next_event() == float("inf")
+        and world.ledgers[0].entries.items() >= home.items()
+        and not world.busy
+        and world.links[0].next_event() == world.agenda.next_event() == float("inf")
     )
 
 
@@ -403,7 +401,7 @@ def test_a_smaller_pool_waits_a_little_for_pages_in_use() -> None:
     taken = pages.allocate(95)
     world.start(world.resize(51))
     world.run_until(SHRINK_PATIENCE / 2)
-    assert (world.actuator.busy, world.outcomes, pages.num_pages) == (True, [], PAGES)
+    assert (world.busy, world.outcomes, pages.num_pages) == (True, [], PAGES)
     pages.release(taken)
     world.run_until(SHRINK_PATIENCE)
     (outcome,) = world.outcomes
@@ -440,7 +438,7 @@ def test_a_variant_needs_room_beside_the_layer_in_use() -> None:
 def test_a_transition_that_does_not_start_from_the_plan_fails() -> None:
     world = World()
     world.carry_out(world.swap(0, "int4", before="int8"))
-    assert world.outcomes[0].error == "PlanError: layers.0 of plan 1 is bfloat16: the change starts from int8"
+    assert world.outcomes[0].error == "PlanError: layers.0 of instance 0 is bfloat16: the change starts from int8"
     assert unchanged(world)
 
 
@@ -469,9 +467,9 @@ def test_any_sequence_of_plans_under_load(wanted: list, requests: int, bandwidth
     for count in tokens:
         world.add(tokens=count, prompt=int(rng.integers(1, 150)))
     plan, plans = world.home, list(wanted)
-    while plans or world.actuator.busy or not instance.loop.idle:
-        if plans and not world.actuator.busy:
-            assert world.actuator.plan.instances == plan.instances
+    while plans or world.busy or not instance.loop.idle:
+        if plans and not world.busy:
+            assert world.plan.instances == plan.instances
             precisions, pages = plans.pop(0)
             changes = {f"layers.{layer}": precision for layer, precision in enumerate(precisions)}
             target = plan.with_precisions("0", changes).with_kv_pages("0", pages)
@@ -480,14 +478,15 @@ def test_any_sequence_of_plans_under_load(wanted: list, requests: int, bandwidth
         if instance.loop.idle:
             world.run_until(world.clock.time + 1.0)
         world.serve(steps=1)
-        if not world.actuator.busy:
+        if not world.busy:
             done = [outcome.transition for outcome in world.outcomes if outcome.error is None]
             assert done == list(pending[: len(done)])
             assert len(world.outcomes) == len(pending) or world.outcomes[-1].error is not None
-            plan = apply(plan, done)
+            for transition in done:
+                plan = replace(plan.with_instance(transition.apply(plan.instances[0])), version=plan.version + 1)
             world.outcomes, pending = [], ()
-            assert world.actuator.plan == plan
-            assert world.ledger.entries.items() >= world.entries(plan).items()
+            assert world.plan == plan
+            assert world.ledgers[0].entries.items() >= entries_of(plan.instances[0], world.resources)[0].items()
             assert instance.core.scheduler.pages.num_pages == plan.instances[0].kv_pages
             assert instance.core.snapshot.plan_version == plan.version
     assert [instance.tokens[str(number)] for number in range(requests)] == tokens
@@ -498,15 +497,15 @@ def test_a_controller_carries_out_a_plan_and_back() -> None:
     world = World()
     target = world.home.with_precisions("0", dict.fromkeys(("layers.0", "layers.1"), "int4")).with_kv_pages("0", 140)
     world.controlled = True
-    controller = Controller(world.home, ManualPolicy(target), world.resources, world.actuator)
+    controller = Controller(world.in_force, ManualPolicy(target), world.resources, world.actuators)
     world.add(tokens=40)
     for policy in (ManualPolicy(target), ManualPolicy(world.home)):
         controller.set_policy(policy)
         for _ in range(20):
-            controller.tick(world.clock.time, [world.instances[0].core.snapshot])
+            controller.tick(world.clock.time, {"0": world.instances[0].core.snapshot})
             world.serve(steps=1)
             world.run_until(world.clock.time + 0.01)
         assert policy.target is not None
-        assert controller.plan.instances == policy.target.instances == world.actuator.plan.instances
-        assert controller.plan.version == world.actuator.plan.version
+        assert controller.plan.instances == policy.target.instances == world.plan.instances
+        assert controller.plan.version == world.plan.version
     assert [decision.outcome for decision in controller.decisions] == ["done", "done"]

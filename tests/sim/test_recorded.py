@@ -2,18 +2,19 @@
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxserve.control import Outcome, ResizeKVPool, Transition
+from jaxserve.control import InstancePlan, PlanInForce
 from jaxserve.control.controller import Controller
-from jaxserve.control.costs import Curve, InstanceCost, LayerCosts, MeasuredCosts
+from jaxserve.control.costs import Curve, LayerCosts, MeasuredCosts
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import load_policy
+from jaxserve.control.reconfigure import PlanFacts
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import assignment_id
@@ -28,10 +29,13 @@ from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.step_log import CostsRecord, InstanceLog, LoggedController, Recording, StepLog, read_log
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
+from jaxserve.sim.actuator import Agenda, SimActuator
+from jaxserve.sim.hardware import Link
+from jaxserve.sim.links import SharedLinks
 from jaxserve.sim.recorded import Diverged, RecordedCostModel, replay
 from jaxserve.telemetry import EngineMetrics, Snapshot
 from tests.sim.devices import PendingStep, VirtualDevice
-from tests.support.control import home_plan, machine
+from tests.support.control import MB, entries_of, fields_of, home_plan, ledgers_of, machine
 
 PAGE, TILE, LONGEST, PAGES, SEQS = 4, 8, 128, 50, 8
 BUCKETS = Buckets(SEQS, 4, TILE, 1, (LONGEST // PAGE,))
@@ -57,10 +61,11 @@ class RecordedEngine(VirtualClock):
         super().__init__(1000.0)
         self.rng = np.random.default_rng(seed)
         self.requests = deque(enumerate(requests))
-        self.plan = home_plan(8, pages=PAGES)
+        plan = home_plan(8, pages=PAGES)
+        self.in_force = PlanInForce(plan)
         facts = {
             "model": "small",
-            "plan": to_dict(self.plan),
+            "plan": to_dict(plan),
             "buckets": asdict(BUCKETS),
             "page_size": PAGE,
             "reserved_kv_pages": RESOURCES.max_pages,
@@ -72,7 +77,7 @@ class RecordedEngine(VirtualClock):
             "swap_order": tuple(range(8)),
             "resources": resource_facts(RESOURCES, self.plan),
         }
-        self.log, self.costs = StepLog(path, facts), costs
+        self.log = StepLog(path, facts)
         if costs is not None:
             self.log.write(CostsRecord(costs.to_dict()))
         pages = PagePool(PAGES, caching=True, min_pages=LONGEST // PAGE + 1, max_pages=RESOURCES.max_pages)
@@ -81,19 +86,31 @@ class RecordedEngine(VirtualClock):
             ModelInfo("small", LONGEST, 2**31 - 1, 8, 0),
             None,
             EngineMetrics("small"),
-            salt=assignment_id(self.plan.instances[0].layer_precisions),
-            plan_fields=self.plan_fields(),
+            salt=assignment_id(plan.instances[0].layer_precisions),
+            plan_fields=fields_of(plan.instances[0], plan.version),
             loads=Loads(BUCKETS),
-            cost=self.cost(),
+            cost=None if costs is None else costs.of(plan.instances[0]),
         )
         self.loop = StepLoop(self.core, self.device(), self, log=InstanceLog(self.log, self.core, BUCKETS))
         self.loop.wake = lambda: None
         resources = replace(RESOURCES, costs=costs)
         known = load_policy(policy, resources, range(8), slo_ttft=4.0)
-        self.actuator = StepwiseActuator(self)
-        self.controller = LoggedController(self.log, self.plan, known, resources, self.actuator)
+        self.agenda = Agenda(Watch(self))
+        actuator = SimActuator(
+            "0",
+            LoopInstance(self.loop),
+            self.in_force,
+            Watch(self),
+            self.agenda,
+            SharedLinks({"pcie": Link(1000 * MB, 0.0)}),
+            "pcie",
+            ledgers=ledgers_of(plan, resources),
+            entries=lambda plan: entries_of(plan, resources),
+            facts=PlanFacts(fields_of, costs),
+        )
+        self.controller = LoggedController(self.log, self.in_force, known, resources, {"0": actuator})
         self.next_tick = self.time
-        self.ticking = False
+        self.busy = False  # with an event, during which no other one is handled
 
     def device(self) -> VirtualDevice:
         """Return a device whose steps take a random time."""
@@ -103,25 +120,22 @@ class RecordedEngine(VirtualClock):
 
         return SlowDispatch(self, seconds_of, lambda end: self.pass_time(max(0.0, end - self.time)), token=1)
 
-    def cost(self) -> InstanceCost | None:
-        return None if self.costs is None else self.costs.of(self.plan.instances[0])
-
-    def plan_fields(self) -> Snapshot:
-        return Snapshot(kv_pages_total=self.plan.instances[0].kv_pages - 1, plan_version=self.plan.version)
-
     def now(self) -> float:
         now = self.time
         self.pass_time(float(self.rng.uniform(1e-5, 3e-4)))
         return now
 
     def pass_time(self, seconds: float) -> None:
-        """Advance the clock, with the ticks that are due meanwhile."""
+        """Advance the clock, with the ticks and the actuator's events that are due meanwhile."""
         end = self.time + seconds
-        while self.next_tick <= end and not self.ticking:
-            self.time, self.ticking = max(self.time, self.next_tick), True
-            self.controller.tick(self.time, [self.core.snapshot])
-            self.next_tick += float(self.rng.uniform(0.1, 0.12))
-            self.ticking = False
+        while not self.busy and (due := min(self.next_tick, self.agenda.next_event())) <= end:
+            self.time, self.busy = max(self.time, due), True
+            if due == self.next_tick:
+                self.controller.tick(self.time, {"0": self.core.snapshot})
+                self.next_tick += float(self.rng.uniform(0.1, 0.12))
+            else:
+                self.agenda.advance()
+            self.busy = False
         self.time = max(self.time, end)
 
     def run(self, linger: float = 5.0) -> None:
@@ -153,49 +167,30 @@ class SlowDispatch(VirtualDevice):
         return super().execute(work)
 
 
-class StepwiseActuator:
-    """An actuator that commits one transition between two steps, and reports its outcome when these have ended."""
+class Watch:
+    """A clock that tells an engine's time, which does not pass meanwhile."""
 
     def __init__(self, engine: RecordedEngine):
-        self.engine = engine
-        self.left: deque[Transition] = deque()
-        self.done: list[Outcome] = []
+        self._engine = engine
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.left)
+    def now(self) -> float:
+        return self._engine.time
 
-    def start(self, transitions: Sequence[Transition]) -> None:
-        self.left.extend(transitions)
-        self.commit_soon()
 
-    def commit_soon(self) -> None:
-        self.engine.loop.call(self.commit)
+class LoopInstance:
+    """A step loop as an instance whose plan changes (`sim.actuator.ActuatedInstance`)."""
 
-    def poll(self) -> Sequence[Outcome]:
-        done, self.done = self.done, []
-        return done
+    def __init__(self, loop: StepLoop):
+        self.core, self.loop = loop.core, loop
 
-    def commit(self) -> None:
-        engine, transition = self.engine, self.left[0]
-        error: str | None = None
-        try:
-            if isinstance(transition, ResizeKVPool):
-                count, scheduler = transition.after - transition.before, engine.core.scheduler
-                scheduler.grow(count) if count >= 0 else scheduler.shrink(-count, lambda moves: None)
-            engine.plan = transition.apply(engine.plan)
-            engine.core.replan(
-                assignment_id(engine.plan.instances[0].layer_precisions), engine.plan_fields(), engine.cost()
-            )
-        except ValueError as failure:  # pages in use
-            error = str(failure)
-        engine.loop.after_dispatched(lambda: self.add_outcome(transition, error))
+    def call(self, function: Callable[[], None]) -> None:
+        self.loop.call(function)
 
-    def add_outcome(self, transition: Transition, error: str | None) -> None:
-        self.done.append(Outcome(transition, error, 0.125))
-        self.left.popleft() if error is None else self.left.clear()
-        if self.left:
-            self.commit_soon()
+    def after_dispatched(self, function: Callable[[], None]) -> None:
+        self.loop.after_dispatched(function)
+
+    def set_plan(self, plan: InstancePlan) -> None:
+        pass
 
 
 def burst(seed: int, count: int = 70) -> list[tuple[float, int, int]]:
@@ -230,8 +225,8 @@ def test_a_replayed_policy_sees_the_costs_and_times_of_steps_that_the_recorded_o
     seen: list[tuple[float, float]] = []
     tick = Controller.tick
 
-    def spy(controller: Controller, now: float, snapshots: Sequence[Snapshot]) -> None:
-        (snapshot,) = snapshots
+    def spy(controller: Controller, now: float, snapshots: Mapping[str, Snapshot]) -> None:
+        (snapshot,) = snapshots.values()
         seen.append((snapshot.busy_seconds, snapshot.expected_seconds))
         tick(controller, now, snapshots)
 
