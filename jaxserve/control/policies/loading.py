@@ -102,7 +102,7 @@ def _settings(path: Path, defaults: MorphSettings, given: Any) -> MorphSettings:
         if name not in known:
             raise ConfigError(f"policy {path}: unknown setting {name!r}: choose from {', '.join(known)}")
         kinds = (int, float) if known[name] is float else known[name]
-        if not isinstance(value, kinds) or isinstance(value, bool):
+        if not isinstance(value, kinds) or (isinstance(value, bool) and known[name] is not bool):
             raise ConfigError(f"policy {path}: settings.{name} is {value!r}: it must be of type {known[name].__name__}")
     return replace(defaults, **given)
 
