@@ -1,7 +1,6 @@
 """The times of an instance's steps: what they took, and what the cost model expected of them."""
 
 from collections import deque
-from dataclasses import replace
 from math import inf
 
 from jaxserve.control.costs import InstanceCost
@@ -63,4 +62,5 @@ class StepTimes:
     def _longer(self, steps: int) -> StepLoad:
         """Return the load of the newest step after so many further steps, in which each sequence has grown."""
         newest = self._newest
-        return replace(newest, context=newest.context + steps * newest.sequences)
+        context = newest.context + steps * newest.sequences
+        return StepLoad(newest.tokens, newest.rows, newest.sequences, context, newest.prefill)
