@@ -56,6 +56,8 @@ def test_morph_policy_file_names_every_setting() -> None:
         ("policy: morph\nsettings: {kv_useage: 0.8}", "unknown setting 'kv_useage': choose from precision, slo_ttft"),
         ("policy: morph\nsettings: {kv_usage: high}", "settings.kv_usage is 'high': it must be of type float"),
         ("policy: morph\nsettings: {entry_layers: 1.5}", "settings.entry_layers is 1.5: it must be of type int"),
+        ("policy: morph\nsettings: {entry_layers: true}", "settings.entry_layers is True: it must be of type int"),
+        ("policy: morph\nsettings: {few: 1}", "settings.few is 1: it must be of type bool"),
         ("policy: morph\nsettings: [1]", "it must be a mapping of names to values"),
         ("policy: morph\nsettings: {kv_usage: 2}", "kv_usage is 2: it must be a share"),
         ("policy: morph\nsettings: {precision: bfloat16}", "precision is bfloat16: it must be one of int8, int4, int3"),
@@ -72,10 +74,10 @@ def test_error_for_an_invalid_policy_file_names_the_field(tmp_path: Path, text: 
 
 
 def test_slo_given_with_a_policy_overrides_its_setting(tmp_path: Path) -> None:
-    (tmp_path / "own.yaml").write_text("policy: morph-performance\nsettings: {most_layers: 0.25}")
+    (tmp_path / "own.yaml").write_text("policy: morph-performance\nsettings: {most_layers: 0.25, few: false}")
     policy = load_policy(tmp_path / "own.yaml", MACHINE, ORDER, slo_ttft=5.0)
     assert isinstance(policy, MorphPolicy)
-    assert policy.settings == replace(PERFORMANCE, most_layers=0.25, slo_ttft=5.0)
+    assert policy.settings == replace(PERFORMANCE, most_layers=0.25, few=False, slo_ttft=5.0)
     assert policy.slo_ttft == 5.0
     with pytest.raises(ConfigError, match="slo_ttft is inf: it must be finite"):
         load_policy("morph", MACHINE, ORDER, slo_ttft=float("inf"))
