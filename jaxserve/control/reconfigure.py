@@ -7,6 +7,7 @@ A batch of transitions is committed between the same two steps. The procedure is
 """
 
 import logging
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -129,7 +130,8 @@ class Reconfiguration:
             joining.append(transition)
         if self._fits(joining, pending):
             return tuple(joining)
-        fitting = next(n for n in range(1, len(joining) + 1) if not self._fits(joining[:n], pending)) - 1
+        counts = range(1, len(joining) + 1)
+        fitting = bisect_left(counts, True, key=lambda count: not self._fits(joining[:count], pending))
         if pending:
             return tuple(joining[:fitting])
         return tuple(joining[: max(1, (fitting + 1) // 2)])
