@@ -153,7 +153,7 @@ def step(number: int, begun: float, ended: float, **more: int) -> Step:
 def recording(*made: Step, tp: int = 1) -> Recording:
     chain = block_chain("bfloat16", ["int4", "bfloat16"], "int8")
     facts = {"plan": to_dict(parallel_plan(chain, kv_pages=9, tp=tp, pp=1, dp=1, devices=tp))}
-    return Recording(facts, made, (PlanRecord(0, 1, {"int4": 1, "bfloat16": 1}, 8),))
+    return Recording(facts, steps=made, plans=(PlanRecord(0, 1, {"int4": 1, "bfloat16": 1}, 8),))
 
 
 def test_a_step_takes_from_the_end_of_the_one_before_or_from_its_begin_on_an_idle_device():
