@@ -138,16 +138,16 @@ class Reconfiguration:
 
     def _fits(self, batch: Sequence[Transition], pending: _Committed | None) -> bool:
         try:
-            self.ledgers.check(self._needs(batch, pending))
+            self.ledgers.check(self.name, self._needs(batch, pending))
         except (MemoryBudgetError, PlanError):
             return False
         return True
 
     def _book(self, batch: Sequence[Transition], pending: _Committed | None) -> None:
         """Book the memory that a batch needs while it is carried out."""
-        self.ledgers.update(self._needs(batch, pending))
+        self.ledgers.update(self.name, self._needs(batch, pending))
 
-    def _needs(self, batch: Sequence[Transition], pending: _Committed | None) -> Entries:
+    def _needs(self, batch: Sequence[Transition], pending: _Committed | None) -> DeviceEntries:
         """Return the entries while a batch is carried out: those of the larger of the plans before and after it.
 
         In addition, the batch and the pending one have the smaller variants of their layers resident. The swap buffer

@@ -4,7 +4,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from jaxserve.control.costs import CostModel
 from jaxserve.control.plan import InstancePlan, Plan, StagePlan
@@ -53,14 +52,7 @@ class Resources:
 
     def precisions(self, block: str) -> tuple[str, ...]:
         """Return the precisions that a decoder layer may have, the largest first; () for other blocks."""
-        return self._precisions.get(block, ())
-
-    @cached_property
-    def _precisions(self) -> Mapping[str, tuple[str, ...]]:
-        known: dict[str, list[str]] = {}
-        for block, precision in sorted(self.layer_bytes, key=lambda key: -self.layer_bytes[key]):
-            known.setdefault(block, []).append(precision)
-        return {block: tuple(names) for block, names in known.items()}
+        return self.sizes.precisions(block)
 
     def bytes_of(self, block: str, precision: str, tp: int | None = None) -> int:
         """Return the bytes of a decoder layer on each of `tp` devices, by default as many as at the start.

@@ -344,15 +344,5 @@ def _plan_fields(instance: InstancePlan, version: int) -> Snapshot:
 
 
 def _buckets(facts: Mapping[str, Any]) -> Buckets:
-    return _buckets_of(facts["buckets"])
-
-
-def _buckets_of(value: Mapping[str, Any]) -> Buckets:
-    return Buckets(**{**value, "widths": tuple(value["widths"])})
-
-
-def _resources(value: Mapping[str, Any]) -> Resources:
-    layers = {(block, precision): size for block, precision, size in value["layer_bytes"]}
-    sequences = {name: tuple(value[name]) for name in ("fixed", "page_bytes", "segments", "in_place") if name in value}
-    shapes = {"shapes": _buckets_of(value["shapes"])} if "shapes" in value else {}
-    return Resources(**{**value, **sequences, **shapes, "layer_bytes": layers})
+    buckets = facts["buckets"]
+    return Buckets(**{**buckets, "widths": tuple(buckets["widths"])})

@@ -30,7 +30,7 @@ class World(VirtualActuator):
         fails: Callable[[str], bool] = lambda action: False,
     ):
         """Leave `spare` bytes of every device free. Actions for which `fails` returns true raise."""
-        resources = replace(machine(layers, home_pages=PAGES, pp=pp), in_place=in_place)
+        resources = machine(layers, home_pages=PAGES, pp=pp, in_place=in_place)
         resources = replace(resources, budget=resources.budget + spare)
         self.home = home_plan(layers, pages=PAGES, pp=pp).instances[0]
         self.actions: list[tuple[float, str]] = []

@@ -14,6 +14,7 @@ from jaxserve.control import (
     Plan,
     PlanInForce,
     Resources,
+    SizeTable,
     SwapPrecision,
     Transition,
     block_chain,
