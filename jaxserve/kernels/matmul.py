@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.core.config import KernelBackend
+from jaxserve.core.dequantization import outputs_by_tile
+from jaxserve.core.numeric import ceil_div
 from jaxserve.kernels.backend import device_kind, uses_native, uses_pallas
 from jaxserve.kernels.native import matmul as native
 from jaxserve.kernels.operands import LeftOperand, as_matrix, value_of
@@ -94,10 +96,32 @@ def _product(
 
 def _dot(x: LeftOperand, w: jax.Array | QArray, residual: jax.Array | None, *, dtype: jnp.dtype) -> jax.Array:
     x = value_of(x)
-    if isinstance(w, QArray):
-        w = w.dequantize(x.dtype)
+    y = _dequantized_dot(x, w, dtype) if isinstance(w, QArray) else _plain_dot(x, w, dtype)
+    return _plus(y, residual)
+
+
+def _plain_dot(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
     y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return _plus(y.astype(dtype), residual)
+    return y.astype(dtype)
+
+
+def _dequantized_dot(x: jax.Array, w: QArray, dtype: jnp.dtype) -> jax.Array:
+    """Return x [R, C] times the dequantised w [N, C], of which a tile of outputs exists at a time.
+
+    The loop bounds XLA's temporaries: without it XLA dequantises all tiles before it multiplies, on CPU even across
+    `optimization_barrier`. The last tile begins earlier if it would be shorter, and computes some outputs again.
+    """
+    (outputs, inputs), rows = w.shape, len(x)
+    tile = outputs_by_tile(outputs, inputs, x.dtype.itemsize)
+    if tile == outputs:
+        return _plain_dot(x, w.dequantize(x.dtype), dtype)
+
+    def step(index: jax.Array, y: jax.Array) -> jax.Array:
+        first = jnp.minimum(index * tile, outputs - tile)
+        part = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, tile), w)
+        return lax.dynamic_update_slice_in_dim(y, _plain_dot(x, part.dequantize(x.dtype), dtype), first, axis=1)
+
+    return lax.fori_loop(0, ceil_div(outputs, tile), step, jnp.zeros((rows, outputs), dtype))
 
 
 def _dot_padded(x: LeftOperand, w: jax.Array | QArray, residual: jax.Array | None, *, dtype: jnp.dtype) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxserve.checkpoint.layout import Layout
 from jaxserve.core.config import ModelConfig
+from jaxserve.core.dequantization import tile_bytes
 from jaxserve.core.precision import BITS
 from jaxserve.kernels import page_bytes
 from jaxserve.models import abstract_block
@@ -58,18 +59,22 @@ def block_bytes(config: ModelConfig, block: str, precision: str, tp: int, layout
 
 
 def dequantized_bytes(config: ModelConfig, block: str, tp: int, precision: str) -> int:
-    """Return the bytes that a layer's largest quantised weight takes while XLA multiplies by it; 0 in full precision.
+    """Return the most bytes of a layer's quantised weights that XLA dequantises at once; 0 in full precision.
 
-    That is twice its size in the model's dtype, on each of `tp` devices.
+    They are in the model's dtype, on each of `tp` devices. Experts are multiplied one at a time.
     """
     if "." not in block or precision not in BITS:
         return 0
     _, variables = abstract_block(config, block, precision)
-    sizes = [0]
+    itemsize, sizes = jnp.dtype(config.dtype).itemsize, [0]
     for variable in variables.values():
         value = variable.get_value()
         if isinstance(value, QArray):
-            # Experts are multiplied one at a time.
-            shape = value.shape[1:] if variable.axes[0] == "experts" else value.shape
-            sizes.append(prod(shape) // (tp if any(axis in RULES for axis in variable.axes) else 1))
-    return 2 * max(sizes) * jnp.dtype(config.dtype).itemsize
+            *out, inputs = value.shape[1:] if variable.axes[0] == "experts" else value.shape
+            outputs = prod(out)
+            if variable.axes[-1] in RULES:
+                inputs //= tp
+            elif any(axis in RULES for axis in variable.axes):
+                outputs //= tp
+            sizes.append(tile_bytes(outputs, inputs, itemsize))
+    return max(sizes)

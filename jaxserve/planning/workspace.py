@@ -33,7 +33,7 @@ class DegreeSizes(Protocol):
         ...
 
     def dequantized(self, block: str, precision: str) -> int:
-        """Return the bytes of a layer's largest quantised weight while XLA multiplies by it; 0 in full precision."""
+        """Return the most bytes of a layer's weights that XLA dequantises at once; 0 in full precision."""
         ...
 
 

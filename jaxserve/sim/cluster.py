@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from jaxserve.control.costs import CostModel
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import EngineConfig, ModelConfig, MoEConfig
+from jaxserve.core.dequantization import tile_bytes
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.options import check_ranges
 from jaxserve.core.precision import BITS
@@ -140,11 +141,7 @@ class ShapeSizes:
     def dequantized(self, block: str, precision: str) -> int:
         if not is_layer(block) or precision not in BITS:
             return 0
-        shape = self.shape
-        attention = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        # The largest weights are those with the hidden size as inputs.
-        outputs = max(attention, 2 * shape.intermediate_size)
-        return 2 * (outputs * shape.hidden_size // self.tp) * shape.itemsize
+        return max(tile_bytes(*size, self.shape.itemsize) for size in self.shape.matrices(self.tp))
 
     @property
     def page(self) -> int:

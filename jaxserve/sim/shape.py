@@ -90,6 +90,10 @@ class ModelShape:
         chosen = self.num_experts * (1 - missed)
         return self._other_bytes(precision, tp) + chosen * self._expert_bytes(precision, tp)
 
+    def matrices(self, tp: int = 1) -> list[tuple[int, int]]:
+        """Return (outputs, inputs) of each matrix that a decoder layer multiplies by; of one expert's, in a mixture."""
+        return [*self._attention(tp), *self._feed_forward(tp)]
+
     def head_bytes(self, precision: str, tp: int = 1) -> int:
         """Return the bytes of the final norm and the output head."""
         rows = _share(self.vocab_size, tp)

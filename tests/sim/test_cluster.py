@@ -7,9 +7,10 @@ import pytest
 from jaxserve.control import Resources, SizeTable
 from jaxserve.control.resources import validate
 from jaxserve.core.bundled import bundled_model_path
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.config import EngineConfig, ModelConfig
+from jaxserve.core.dequantization import MAX_TILE_BYTES
 from jaxserve.planning.memory import MemoryPlan
-from jaxserve.sim.cluster import resolve_cluster
+from jaxserve.sim.cluster import ShapeSizes, resolve_cluster
 from jaxserve.sim.shape import ModelShape
 from tests.sim.machines import CPU
 
@@ -70,3 +71,18 @@ def table_of(memory: MemoryPlan) -> Resources:
     """Return the limits of plans with their sizes as numbers, which can be compared."""
     resources = memory.resources(1e9)
     return replace(resources, sizes=SizeTable.of(resources.sizes, memory.plan.instances[0]))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4"])
+def test_what_xla_dequantises_at_once_is_that_of_the_real_engine(precision: str, tp: int) -> None:
+    from jaxserve.planning.sizes import dequantized_bytes
+
+    config = ModelConfig("LlamaForCausalLM", 128256, 4096, 32, 32, 8, 128, 14336, 8192)
+    sizes = ShapeSizes(LLAMA, config, tp, 16, "auto", "gpu")
+    found = sizes.dequantized("layers.0", precision)
+    assert found == dequantized_bytes(config, "layers.0", tp, precision)
+    if precision == "bfloat16":
+        assert found == 0
+    else:
+        assert MAX_TILE_BYTES - 128 * 4096 * 2 < found <= MAX_TILE_BYTES
