@@ -123,7 +123,9 @@ class MemoryPlan:
             max_pages=self.reserved_kv_pages,
         )
         limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, config.page_size)
-        return Scheduler(limits, pages, table), table
+        scheduler = Scheduler(limits, pages, table)
+        scheduler.limit_sequences(instance.max_num_seqs)
+        return scheduler, table
 
     def plan_fields(self, instance: InstancePlan, version: int) -> Snapshot:
         """Return the fields of an instance's snapshots that follow from its plan; the other fields have defaults."""

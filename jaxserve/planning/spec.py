@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxserve.control.plan import Plan, block_chain, parallel_plan
 from jaxserve.control.policies import settings_of
@@ -14,6 +14,7 @@ from jaxserve.core.step_shapes import Buckets
 from jaxserve.planning.defaults import PlatformDefaults, served_dtype
 
 STATIC = "static"  # the policy that changes nothing
+SPARE_SLOTS = 2  # factor on the slots of an engine whose KV pages may grow
 DEFAULT_VARIANT = "int4"  # for policies that name no precision
 
 
@@ -48,6 +49,9 @@ class EngineSpec:
         head = head_precision(config.head_precision, config.precision, model.dtype)
         chain = block_chain(head if model.tie_embeddings else model.dtype, precisions, head)
         plan = parallel_plan(chain, kv_pages=0, tp=config.tp, pp=config.pp, dp=config.dp, devices=devices)
+        if _has_spare_slots(config, platform):
+            limited = (instance.with_max_num_seqs(defaults.max_num_seqs) for instance in plan.instances)
+            plan = replace(plan, instances=tuple(limited))
         wanted_len = _wanted_len(config, model)
         buckets = _buckets(config, platform, defaults, wanted_len)
         return cls(config, platform, plan, variants, _kv_dtype(config, model), wanted_len, buckets)
@@ -108,8 +112,17 @@ def _wanted_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
+def _has_spare_slots(config: EngineConfig, platform: str) -> bool:
+    """Return whether an engine has more slots than its plan uses at the start.
+
+    Where defaults are few, as on CPU, a policy that grows the KV pages would otherwise gain room that nothing can use.
+    """
+    return platform == "cpu" and config.policy != STATIC and config.max_num_seqs is None
+
+
 def _buckets(config: EngineConfig, platform: str, defaults: PlatformDefaults, wanted_len: int) -> Buckets:
-    seqs = config.max_num_seqs or defaults.max_num_seqs
+    spare = SPARE_SLOTS if _has_spare_slots(config, platform) else 1
+    seqs = config.max_num_seqs or spare * defaults.max_num_seqs
     prefill = defaults.prefill_tokens
     if config.max_num_batched_tokens is not None:
         prefill = config.max_num_batched_tokens - seqs

@@ -16,7 +16,7 @@ class Ladder:
     """The levels of an instance, from 0 (the plan at the start) to `top`.
 
     Level k is the plan at the start after the first k changes of a layer's precision, with the KV pages that then fit:
-    first the layers of the swap order to the settings' `precision`, as many as they allow, and the others to `rest`,
+    with all slots: first the layers of the swap order to the settings' `precision`, as many as they allow, and the others to `rest`,
     then those from `rest` to `escalate`, and last all to `last_resort`.
     """
 
@@ -41,7 +41,7 @@ class Ladder:
     def plan(self, level: int) -> InstancePlan:
         """Return the plan of a level."""
         if level not in self._plans:
-            plan = self.initial.with_precisions(dict(self._changes[:level]))
+            plan = self.initial.with_precisions(dict(self._changes[:level])).with_max_num_seqs(None)
             self._plans[level] = plan.with_kv_pages(self._resources.kv_capacity(plan))
         return self._plans[level]
 

@@ -308,11 +308,13 @@ class MorphPolicy:
 
     def _limit(self, snapshot: Snapshot, state: MorphState, load: _Load, level: int) -> int | None:
         """Return how many sequences should run at once on a level: few, while the first tokens come in time."""
-        settings, initial = self.settings, state.ladder.initial
-        if not level or not settings.few:
-            return initial.max_num_seqs
+        settings = self.settings
+        if not level:
+            return state.ladder.initial.max_num_seqs
+        if not settings.few:
+            return None
         if self._at_risk(snapshot, load):
-            return initial.max_num_seqs
+            return None
         most = load.room(level)
         sequences = min(most, load.room(0))
         while sequences < most:
@@ -323,7 +325,7 @@ class MorphPolicy:
         while sequences > 1 and load.seconds_per_token(level, sequences) > settings.slo_tpot:
             sequences -= 1
         # A limit that nothing reaches would only be a further change.
-        return initial.max_num_seqs if sequences >= min(most, load.running) else sequences
+        return None if sequences >= min(most, load.running) else sequences
 
     def _at_risk(self, snapshot: Snapshot, load: _Load) -> bool:
         """Return whether first tokens may come late unless more sequences run."""
@@ -336,7 +338,7 @@ class MorphPolicy:
         if not state.level:
             return plan, state, text
         wanted, present = self._limit(snapshot, state, load, state.level), plan.max_num_seqs
-        lifted = wanted == state.ladder.initial.max_num_seqs
+        lifted = wanted is None
         if wanted == present or state.leaving or (lifted and not self._at_risk(snapshot, load)):
             return plan, state, text
         if not lifted and snapshot.time - state.last_limit < LIMIT_INTERVAL:
