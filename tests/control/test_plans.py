@@ -45,9 +45,7 @@ def test_diff_leads_to_the_target_and_every_intermediate_plan_fits(machine: Reso
             assert transition.instance == instance.name
             now, instance = instance, transition.apply(instance)
             validate(new.with_instance(instance), machine)
-            stages = zip(now.stages, instance.stages, strict=True)
-            sizes = [(machine.stage_bytes(n, b), machine.stage_bytes(n, a)) for n, (b, a) in enumerate(stages)]
-            change = max((after - before for before, after in sizes), key=abs)
+            change = max(machine.change(now, instance).values(), key=abs)
             assert change == transition.bytes_needed - transition.bytes_freed
             for device, size in transition.bytes_beside.items():
                 devices[device] = max(devices.get(device, 0), size)
@@ -115,7 +113,7 @@ def test_kv_capacity_is_what_the_budget_leaves_to_the_page() -> None:
 
 
 def test_pinned_layer_in_use_takes_no_further_bytes() -> None:
-    plan, resources = home_plan(), replace(machine(), in_place=("int8", "int4"))
+    plan, resources = home_plan(), machine(in_place=("int8", "int4"))
     small = plan.with_precisions("0", {"layers.0": "int4", "layers.9": "int8"})
     assert resources.kv_capacity(plan.instances[0]) == 401
     assert resources.kv_capacity(small.instances[0]) == 401 + 40 * MB // PAGE, "both layers' bytes, to the page"
@@ -172,11 +170,17 @@ def test_diff_of_plans_that_no_transition_connects_is_refused(change: Callable[[
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: p.with_kv_pages("0", 402), "needs 0.261 GB per device: the budget is 0.260 GB, in which 401 KV"),
+        (
+            lambda p: p.with_kv_pages("0", 402),
+            "device 0 needs 0.260 GB (kv 0.100, fixed 0.100, weights 0.060), 0.2 MB more than the budget",
+        ),
         (lambda p: p.with_kv_pages("0", 16), "16 KV pages: it must be from 17 (max_model_len) to 2000 (max_kv_pages)"),
         (lambda p: p.with_kv_pages("0", 2001), "2001 KV pages: it must be from 17"),
         (lambda p: stage_of(p, kv_pages=300), "stage 1 has 300 KV pages: it must have 401, as many as stage 0"),
-        (lambda p: stage_of(p, devices=(0,)), "device 0 has 2 stages"),
+        (
+            lambda p: stage_of(p, devices=(0,)),
+            "device 0 needs 0.520 GB (kv 0.200, fixed 0.200, weights 0.120), 260.2 MB",
+        ),
         (lambda p: p.with_precisions("0", {"layers.1": "fp8"}), "cannot have precision 'fp8'"),
     ],
 )
@@ -215,17 +219,16 @@ def test_instance_is_found_by_its_name() -> None:
         plan.with_instance(replace(plan.instances[0], name="3"))
 
 
-def test_plan_in_force_counts_transitions_and_stays_if_the_change_fails() -> None:
+def test_plan_in_force_counts_transitions_of_all_instances() -> None:
     plan = home_plan(dp=2)
     in_force = PlanInForce(plan)
-    changed = in_force.instance("1").with_kv_pages(300)
-    with pytest.raises(KeyError), in_force.changing(changed, 2):
-        raise KeyError
     assert in_force.plan is plan
-    with in_force.changing(changed, 2) as version:
-        assert (version, in_force.version) == (3, 1)
-    assert in_force.plan == Plan(3, (plan.instances[0], changed))
+    first, second = (in_force.instance(name).with_kv_pages(300) for name in ("0", "1"))
+    assert in_force.commit(second, 2) == in_force.version == 3
+    assert in_force.plan == Plan(3, (plan.instances[0], second))
     assert in_force.plan is in_force.plan
+    assert in_force.commit(first, 1) == 4
+    assert in_force.plan == Plan(4, (first, second))
 
 
 def test_precision_of_an_unknown_block_is_refused() -> None:

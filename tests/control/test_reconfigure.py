@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from jaxserve.control import InstancePlan, LimitSequences, Plan, PlanInForce
 from jaxserve.control.diff import diff
 from jaxserve.control.reconfigure import SHRINK_PATIENCE, SHRINK_RETRY
-from tests.support.control import LAYER, PAGE, Broken, VirtualActuator, home_plan, ledgers_of, machine
+from tests.support.control import LAYER, MB, PAGE, Broken, VirtualActuator, home_plan, ledgers_of, machine
 
 LAYERS, PAGES = 16, 401
 STEP = 0.1  # s
@@ -76,7 +76,7 @@ class World(VirtualActuator):
         for device, resident in instance.resident_bytes().items():
             ledger = self.ledgers[device]
             assert ledger.used == resident + ledger.entries["fixed"] + ledger.entries["exchange"]
-            assert ledger.entries["fixed"] + ledger.entries["exchange"] == self.resources.fixed[0]
+            assert ledger.entries["fixed"] + ledger.entries["exchange"] == 100 * MB
 
     def carry_out(self, target: InstancePlan, seconds: float = 1000.0) -> list[str | None]:
         """Carry out the transitions to a plan, and return the error of each outcome."""
@@ -196,6 +196,19 @@ def test_limit_on_sequences_changes_without_memory() -> None:
     world.check_rest()
     assert world.carry_out(world.home.with_max_num_seqs(None)) == [None]
     assert world.instance.core.scheduler.max_running == 4
+
+
+def test_core_is_told_the_version_if_another_instance_commits_at_the_same_time() -> None:
+    world = World()
+    other = replace(world.home, name="1")
+
+    def act(action: str) -> None:
+        if action == "replace layers":
+            world.in_force.commit(other, 1)
+
+    world.instance._before = act
+    assert world.carry_out(to(world.home, "int8", 1)) == [None]
+    assert world.instance.core.plan_fields.plan_version == world.in_force.version == 3
 
 
 def test_limit_on_sequences_stays_if_the_commit_fails() -> None:

@@ -1,6 +1,7 @@
 """Transitions in virtual time: the real engine core and step loop, on a device that only counts seconds."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ class World:
         `kept` are the precisions in which layers are pinned on the host.
         """
         self.clock = VirtualClock()
-        resources: Resources = replace(machine(LAYERS, home_pages=PAGES), in_place=kept)
+        resources: Resources = machine(LAYERS, home_pages=PAGES, in_place=kept)
         self.resources = replace(resources, budget=resources.budget + spare)
         self.home = home_plan(LAYERS, pages=PAGES, dp=dp)
         self.in_force, self.agenda = PlanInForce(self.home), Agenda(self.clock)

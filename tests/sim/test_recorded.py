@@ -26,7 +26,16 @@ from jaxserve.core.work import Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
-from jaxserve.engine.step_log import CostsRecord, InstanceLog, LoggedController, Recording, StepLog, read_log
+from jaxserve.engine.step_log import (
+    CostsRecord,
+    InstanceLog,
+    LoggedController,
+    Recording,
+    StepLog,
+    read_log,
+    resource_facts,
+    resources_of,
+)
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.actuator import Agenda, SimActuator
@@ -40,7 +49,9 @@ from tests.support.control import MB, entries_of, fields_of, home_plan, ledgers_
 PAGE, TILE, LONGEST, PAGES, SEQS = 4, 8, 128, 50, 8
 BUCKETS = Buckets(SEQS, 4, TILE, 1, (LONGEST // PAGE,))
 SECONDS = {"bfloat16": 0.004, "int8": 0.003, "int4": 0.002}
-RESOURCES = replace(machine(8, home_pages=PAGES, max_pages=400), min_pages=LONGEST // PAGE + 1)
+RESOURCES = replace(
+    machine(8, home_pages=PAGES, max_pages=400), min_pages=LONGEST // PAGE + 1, shapes=BUCKETS, page_size=PAGE
+)
 
 
 class RecordedEngine(VirtualClock):
@@ -75,7 +86,7 @@ class RecordedEngine(VirtualClock):
             "policy": policy,
             "slo_ttft": 4.0,
             "swap_order": tuple(range(8)),
-            "resources": resource_facts(RESOURCES, self.plan),
+            "resources": resource_facts(RESOURCES, plan),
         }
         self.log = StepLog(path, facts)
         if costs is not None:
@@ -361,8 +372,7 @@ def test_the_facts_of_a_recording_are_json(recording):
 
 @pytest.mark.parametrize("names", [("least_pages", "most_pages", "kept"), ("min_pages", "max_pages", "in_place")])
 def test_logs_of_earlier_versions_with_sizes_by_stage_are_replayed(tmp_path, names):
-    engine = RecordedEngine(tmp_path / "log", burst(0), policy="morph")
-    engine.run()
+    RecordedEngine(tmp_path / "log", burst(0), policy="morph").run()
     table = RESOURCES.sizes
     lines = (tmp_path / "log").read_text().splitlines(keepends=True)
     kind, number, facts = json.loads(lines[0])
@@ -376,5 +386,6 @@ def test_logs_of_earlier_versions_with_sizes_by_stage_are_replayed(tmp_path, nam
     } | dict(zip(names, (RESOURCES.min_pages, RESOURCES.max_pages, []), strict=True))
     (tmp_path / "earlier").write_text(json.dumps([kind, number, facts]) + "\n" + "".join(lines[1:]))
     found = read_log(tmp_path / "earlier")
-    assert resources_of(found.facts["resources"], engine.plan) == RESOURCES
+    read = resources_of(found.facts["resources"], home_plan(8, pages=PAGES))
+    assert replace(read, shapes=BUCKETS, page_size=PAGE) == RESOURCES, "the log has these apart"
     assert replay(found).decisions == read_log(tmp_path / "log").decisions != ()

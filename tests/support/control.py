@@ -121,11 +121,11 @@ class FakeInstance:
     def resident_bytes(self) -> dict[int, int]:
         """Return the bytes of layers and KV pages by device."""
         sizes = {}
-        for stage, page in zip(self.plan.stages, self._resources.page_bytes, strict=True):
+        for stage in self.plan.stages:
             blocks = {block.block for block in stage.blocks if is_layer(block.block)}
             layers = (layer for layer in self.resident if layer.block in blocks)
             layer_bytes = sum(self._resources.bytes_taken(layer.block, layer.precision) for layer in layers)
-            sizes |= dict.fromkeys(stage.devices, layer_bytes + page * self.pool_pages)
+            sizes |= dict.fromkeys(stage.devices, layer_bytes + self._resources.page_bytes(stage) * self.pool_pages)
         return sizes
 
     def use(self, plan: InstancePlan) -> None:
@@ -180,26 +180,18 @@ class FakeInstance:
 
 def ledgers_of(plan: Plan, resources: Resources, swap_buffer: int = LAYER["int8"]) -> DeviceLedgers:
     """Return the ledgers of all devices, in which the plan is booked. The swap buffer is a part of `fixed`."""
-    ledgers = {}
+    devices = [device for instance in plan.instances for stage in instance.stages for device in stage.devices]
+    ledgers = DeviceLedgers({device: Ledger(resources.budget) for device in devices})
     for instance in plan.instances:
-        for device, entries in entries_of(instance, resources, swap_buffer).items():
-            ledger = ledgers[device] = Ledger(resources.budget)
-            ledger.reserve("fixed", resources.fixed[0] - swap_buffer)
-            for name, size in entries.items():
-                ledger.reserve(name, size)
-    return DeviceLedgers(ledgers)
+        ledgers.update(instance.name, entries_of(instance, resources, swap_buffer))
+    return ledgers
 
 
 def entries_of(plan: InstancePlan, resources: Resources, swap_buffer: int = LAYER["int8"]) -> dict[int, dict[str, int]]:
     """Return the ledger entries of an instance's plan by device."""
     return {
-        device: {
-            "weights": resources.weight_bytes(stage),
-            "kv": page * resources.pages_taken(stage.kv_pages),
-            SWAP_BUFFER: swap_buffer,
-        }
-        for stage, page in zip(plan.stages, resources.page_bytes, strict=True)
-        for device in stage.devices
+        device: entries | {"fixed": entries["fixed"] - swap_buffer, SWAP_BUFFER: swap_buffer}
+        for device, entries in resources.device_entries(plan).items()
     }
 
 
