@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from jaxserve.control import (
@@ -295,8 +296,8 @@ class VirtualActuator:
                     raise Broken(error)
                 version = self.in_force.version
                 self._wait.function()
-                for _ in range(self.in_force.version - version):
-                    self._uncommitted.popleft()
+                committed = self.in_force.version - version
+                self._uncommitted = deque(islice(self._uncommitted, committed, None))
                 return self._next_boundary()
         return None
 
