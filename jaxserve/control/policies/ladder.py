@@ -15,9 +15,9 @@ Loss = Callable[[Sequence[str]], float]  # precisions of all layers -> rise of t
 class Ladder:
     """The levels of an instance, from 0 (the plan at the start) to `top`.
 
-    Level k is the plan at the start after the first k changes of a layer's precision, with the KV pages that then fit:
-    with all slots: first the layers of the swap order to the settings' `precision`, as many as they allow, and the others to `rest`,
-    then those from `rest` to `escalate`, and last all to `last_resort`.
+    Level k is the plan at the start after the first k changes of a layer's precision, with all slots and the KV pages
+    that then fit. First the layers of the swap order change to the settings' `precision`, as many as they allow, and
+    the others to `rest`. Then those in `rest` change to `escalate`, and last all change to `last_resort`.
     """
 
     def __init__(
