@@ -4,17 +4,16 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
-import jax
-
-from jaxserve.actuator import HostMemory, LayerSource, Place, PlanActuator, pinned_memory, pinned_store
+from jaxserve.actuator import PlanActuator
 from jaxserve.calibration.sensitivity.order import swap_order
 from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.compilation.cache import CompileCounter, use_persistent_cache
 from jaxserve.compilation.programs import Compiler
 from jaxserve.compilation.saved import saved_programs
-from jaxserve.control import InstancePlan, PlanInForce, Resources
+from jaxserve.control import InstancePlan, PlanInForce, Resources, StagePlan
 from jaxserve.control.controller import Controller
 from jaxserve.control.costs import MeasuredCosts, slow_precisions
 from jaxserve.control.plan_yaml import to_dict
@@ -37,9 +36,11 @@ from jaxserve.engine.model_tokenizer import load_tokenizer
 from jaxserve.engine.step_log import CostsRecord, InstanceLog, LoggedController, StepLog, resource_facts
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.executor.block_store import BlockStore
 from jaxserve.executor.blocks import BlockBuilder, LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
+from jaxserve.executor.host_memory import HostMemory, PinnedMemory, pinned_memory
 from jaxserve.executor.pools import Pools
 from jaxserve.executor.timing import step_costs
 from jaxserve.executor.warmup import warm_variants
@@ -126,16 +127,13 @@ def build(
     metrics = EngineMetrics(resolved.info.name, _cache_config(resolved))
     compilations = CompileCounter(metrics.compiled)
     clock = SystemClock()
-    memory = host_memory(resolved.devices[0])
-    pin_full = memory is not None or resolved.devices[0].platform != "cpu"
-    source = LayerSource(resolved.checkpoint, resolved.padded_model, pin_full=pin_full)
-    if resolved.variants and not pin_full:
-        # Before any layer is loaded: full precision is read again later, and must then be what was loaded.
-        resolved.checkpoint.store.remember()
+    store = _block_store(resolved, host_memory(resolved.devices[0]))
     saved = saved_programs(resolved.padded_model, resolved.devices)
     instances, executors = [], []
     for index, instance in enumerate(resolved.plan.instances):
-        executor, scheduler = _build_instance(resolved, instance, compilations, Compiler(saved, progress), progress)
+        executor, scheduler = _build_instance(
+            resolved, instance, store, compilations, Compiler(saved, progress), progress
+        )
         executors.append(executor)
         core = EngineCore(
             scheduler,
@@ -156,7 +154,6 @@ def build(
                 resolved.padded_model,
                 instance,
                 resolved.variants,
-                source.parameters,
                 _foreseen(policy, instance),
             )
             executor.settle()
@@ -168,10 +165,10 @@ def build(
     actuators: Mapping[str, PlanActuator] = {}
     control = None
     if load and policy:
-        _load_variants(resolved, executors, source, memory)
+        _hold_variants(resolved, store)
         costs = None
         if config.warmup and resolved.variants:
-            costs = _step_costs(resolved, executors[0], source, _foreseen(policy, resolved.plan.instances[0]))
+            costs = _step_costs(resolved, executors[0], _foreseen(policy, resolved.plan.instances[0]))
             for steps, instance in zip(instances, resolved.plan.instances, strict=True):
                 steps.core.replan(steps.core.salt, steps.core.plan_fields, costs.of(instance))
             if step_log is not None:
@@ -179,7 +176,7 @@ def build(
             # Loaded again, now that steps were timed: foresight, which the warm-up needed, does not depend on that.
             load = _policy_loader(resolved, costs)
             policy = load(config.policy)
-        actuators = _build_actuators(resolved, instances, executors, source, metrics, in_force, costs)
+        actuators = _build_actuators(resolved, instances, executors, metrics, in_force, costs)
         control = _build_control_plane(resolved, policy, load, instances, in_force, actuators, clock, step_log, costs)
 
     def close() -> None:
@@ -189,7 +186,7 @@ def build(
         compilations.close()
         for executor in executors:
             executor.close()
-        source.close()
+        store.close()
 
     return BuiltEngine(
         tuple(instances),
@@ -206,24 +203,32 @@ def build(
     )
 
 
-def _load_variants(
-    resolved: Resolved, executors: Sequence[BlockExecutor], source: LayerSource, memory: str | None
-) -> None:
-    """Load every variant into the host's memory.
-
-    Variants lie in the host memory of kind `memory`, if the devices have one. Where the host is the device and there
-    is one instance, layers run on the pinned arrays themselves, without a copy.
-    """
-    place: Place | None = None
-    in_place = memory is None and resolved.pinned.in_place
+def _block_store(resolved: Resolved, memory: str | None) -> BlockStore:
+    """Return the store of all instances' parameters. Variants lie in host memory of kind `memory`, if there is one."""
+    host_is_device = memory is None and resolved.devices[0].platform == "cpu"
+    pinned = None
     if memory is not None and resolved.variants:
-        place = pinned_store(executors, memory)
-    elif in_place:
-        place = executors[0].place
-    for block, precision in resolved.layer_bytes if resolved.variants else ():
-        source.load(block, precision, place)
-        if in_place and precision in resolved.pinned.in_place_precisions:
-            _run_on_pinned(executors[0], source, block, precision)
+        pinned = PinnedMemory(memory)
+        first, *others = ([_placement(resolved, s) for s in i.stages] for i in resolved.plan.instances)
+        pinned.check({pair for stages in (first, *others) for pair in zip(first, stages, strict=True)})
+    return BlockStore(
+        resolved.checkpoint,
+        resolved.padded_model,
+        resolved.variants,
+        host_is_device=host_is_device,
+        pinned=pinned,
+    )
+
+
+def _placement(resolved: Resolved, stage: StagePlan) -> Placement:
+    return Placement(tuple(resolved.devices[index] for index in stage.devices))
+
+
+def _hold_variants(resolved: Resolved, store: BlockStore) -> None:
+    """Hold every variant that layers may change to in the host's memory."""
+    for stage in resolved.plan.instances[0].stages:
+        for block, precision in product((b.block for b in stage.blocks if is_layer(b.block)), resolved.variants):
+            store.hold(block, precision, _placement(resolved, stage))
 
 
 def _foreseen(policy: Policy | None, instance: InstancePlan) -> Sequence[InstancePlan]:
@@ -235,7 +240,6 @@ def _build_actuators(
     resolved: Resolved,
     instances: Sequence[StepLoop],
     executors: Sequence[BlockExecutor],
-    source: LayerSource,
     metrics: EngineMetrics,
     in_force: PlanInForce,
     costs: MeasuredCosts | None,
@@ -246,7 +250,6 @@ def _build_actuators(
             plan.name,
             steps,
             executor,
-            source,
             metrics,
             in_force,
             ledgers=resolved.ledgers,
@@ -259,21 +262,11 @@ def _build_actuators(
     }
 
 
-def _run_on_pinned(executor: BlockExecutor, source: LayerSource, block: str, precision: str) -> None:
-    """Prepare a layer on its pinned arrays, and free the copy it was loaded with if it runs in this precision now."""
-    prepared = executor.prepare(block, source.parameters(block, precision), precision)
-    if any((running.block, running.precision) == (block, precision) for running in executor.blocks):
-        for replaced in executor.replace([prepared]):
-            replaced.free()
-
-
 def _copy_rate(resolved: Resolved) -> float:
     return COPY_RATES[resolved.devices[0].platform]
 
 
-def _step_costs(
-    resolved: Resolved, executor: BlockExecutor, source: LayerSource, foreseen: Sequence[InstancePlan]
-) -> MeasuredCosts:
+def _step_costs(resolved: Resolved, executor: BlockExecutor, foreseen: Sequence[InstancePlan]) -> MeasuredCosts:
     """Return the measured costs of steps, and log which precisions are not faster than full precision."""
     config, model = resolved.config, resolved.padded_model
     facts = {
@@ -285,7 +278,7 @@ def _step_costs(
         "fused": [plan.layer_precisions for plan in foreseen],
     }
     instance, variants = resolved.plan.instances[0], resolved.variants
-    costs = step_costs(executor, model, instance, variants, source.parameters, facts)
+    costs = step_costs(executor, model, instance, variants, facts)
     for sentence in slow_precisions(costs, model.dtype, resolved.buckets.max_num_seqs):
         log.warning("%s", sentence)
     return costs
@@ -368,24 +361,24 @@ def _swap_order(resolved: Resolved) -> tuple[int, ...]:
 
 
 def _build_instance(
-    resolved: Resolved, instance: InstancePlan, compilations: CompileCounter, compiler: Compiler, progress: Progress
+    resolved: Resolved,
+    instance: InstancePlan,
+    store: BlockStore,
+    compilations: CompileCounter,
+    compiler: Compiler,
+    progress: Progress,
 ) -> tuple[BlockExecutor, Scheduler]:
     config, buckets = resolved.config, resolved.buckets
-    builder = BlockBuilder(resolved.padded_model)
+    builder = BlockBuilder(resolved.padded_model, store)
     blocks: list[LoadedBlock] = []
     pools: list[Callable[[int], Pool]] = []
     total = len(instance.blocks)
     for stage in instance.stages:
-        placement = Placement(tuple(resolved.devices[i] for i in stage.devices))
+        placement = _placement(resolved, stage)
         for block in stage.blocks:
             rounding = resolved.checkpoint.is_rounded(block.block, block.precision)
             progress(QUANTISING if rounding else READING, len(blocks), total)
-            tensors = resolved.checkpoint.variant(block.block, block.precision, resolved.padded_model)
-            if block.block == "head" and resolved.padded_model.tie_embeddings and blocks[0].placement == placement:
-                tensors |= {"weight": jax.tree.unflatten(jax.tree.structure(tensors["weight"]), blocks[0].leaves)}
-            blocks.append(builder.build(block.block, tensors, placement, block.precision))
-            # Otherwise a prepared layer would be in memory twice.
-            resolved.checkpoint.forget(block.block, block.precision)
+            blocks.append(builder.load(block.block, block.precision, placement))
             if is_layer(block.block):
                 pools.append(_pool_maker(resolved, placement))
     progress(READING, total, total)

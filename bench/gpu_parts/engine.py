@@ -29,6 +29,7 @@ from jaxserve.compilation.cache import FUSED_TIER, CompileCounter
 from jaxserve.core.request import Request
 from jaxserve.core.work import Work
 from jaxserve.engine.loop import StepLoop
+from jaxserve.executor.block_store import Reference
 from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
@@ -83,9 +84,12 @@ class Jaxserve:
         """Replace all layers by random ones in a precision inside, and restore them at the end."""
         layers = [loaded for loaded in self.executor.blocks if loaded.block.startswith("layers.")]
         made = [self.parameters_in(precision, layer, jax.random.key(index)) for index, layer in enumerate(layers)]
-        prepare = self.executor.prepare
+        build = self.executor._builder.build
         self.executor.replace(
-            [prepare(layer.block, parameters, precision) for layer, parameters in zip(layers, made, strict=True)]
+            [
+                build(layer.block, precision, layer.placement, Reference(parameters))
+                for layer, parameters in zip(layers, made, strict=True)
+            ]
         )
         try:
             yield

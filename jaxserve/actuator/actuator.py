@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError as NotYet
 from typing import Any
 
-from jaxserve.actuator.copying import LayerSource, Throttle
+from jaxserve.actuator.throttle import Throttle
 from jaxserve.control.ledger import DeviceEntries, DeviceLedgers
 from jaxserve.control.plan import InstancePlan, PlanInForce
 from jaxserve.control.reconfigure import Cancelled, PlanFacts, Reconfiguration
@@ -28,10 +28,10 @@ CLOSING_CHECK_S = 0.2  # how often the thread checks, while it waits for a step,
 class DeviceInstance:
     """An instance on real devices, as its transitions see it (`control.transitions.RunningInstance`)."""
 
-    def __init__(self, steps: StepLoop, executor: BlockExecutor, source: LayerSource, throttle: Throttle):
+    def __init__(self, steps: StepLoop, executor: BlockExecutor, throttle: Throttle):
         """`throttle` limits the copies and the Python code of the actuator's thread while steps run."""
         self.steps, self.executor = steps, executor
-        self._source, self._throttle = source, throttle
+        self._throttle = throttle
 
     @property
     def core(self) -> EngineCore:
@@ -44,8 +44,7 @@ class DeviceInstance:
         yield from ()
         throttle = self._throttle
         throttle.worked()
-        parameters = self._source.parameters(block, precision, between=throttle.worked)
-        return self.executor.prepare(block, parameters, precision, copied=throttle.copied)
+        return self.executor.prepare(block, precision, between=throttle.worked, copied=throttle.copied)
 
     def prepare_segments(self, pages: int) -> Waits[Growth]:
         yield from ()
@@ -87,7 +86,6 @@ class PlanActuator:
         name: str,
         steps: StepLoop,
         executor: BlockExecutor,
-        source: LayerSource,
         metrics: EngineMetrics,
         in_force: PlanInForce,
         *,
@@ -105,7 +103,7 @@ class PlanActuator:
         self._steps, self._metrics = steps, metrics
         self._closing = threading.Event()
         throttle = Throttle(copy_rate, copy_share, lambda: not steps.idle, self._closing.wait)
-        self.instance = DeviceInstance(steps, executor, source, throttle)
+        self.instance = DeviceInstance(steps, executor, throttle)
         self._reconfiguration = Reconfiguration(
             name=name,
             instance=self.instance,

@@ -122,22 +122,19 @@ class Checkpoint:
             )
         return round_block(padded, block_id, self.block(block_id, padded), precision)
 
-    def remember(self, block_id: str) -> None:
-        """Check from now on that a block's tensors are unchanged when they are read again, or raise `CheckpointError`.
+    def remember(self, block_id: str | None = None) -> None:
+        """Check from now on that tensors are unchanged when they are read again, or raise `CheckpointError`.
 
-        Tensors that have not been read since `remember` was first called are read now, for their checksums.
+        Those tensors of a block that have not been read since the first call are read now, for their checksums.
         """
         self.store.remember()
+        if block_id is None:
+            return
         shapes = tensor_shapes(self.config, block_id, stacked_experts=stacked_name(block_id) in self.store)
         for name, shape in shapes.items():
             for tensor in self.store.stored(name, shape):
                 if isinstance(tensor, StoredTensor) and not tensor.is_remembered:
                     tensor.read()
-
-    def forget(self, block_id: str, precision: str) -> None:
-        """Free the arrays of a prepared layer. They are read again at the next request."""
-        if self.prepared is not None and is_layer(block_id):
-            self.prepared.forget(layer_index(block_id), precision)
 
     def is_rounded(self, block_id: str, precision: str) -> bool:
         """Return whether `variant` quantises the block itself, assuming that no prepared variant has to be split."""

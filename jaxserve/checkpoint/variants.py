@@ -17,7 +17,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -63,13 +62,11 @@ class Method:
 
 
 class VariantStore:
-    """A reader of variants, each of which is read once, at first use, into shared host memory. Thread-safe."""
+    """A reader of variants. Thread-safe."""
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]):
         """Use `open` instead."""
         self.path, self._manifest = path, manifest
-        self._lock = Lock()
-        self._loaded: dict[tuple[int, str], Variant] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> "VariantStore":
@@ -106,20 +103,12 @@ class VariantStore:
         return self._layer(index, precision)["nbytes"]
 
     def layer(self, index: int, precision: str) -> Variant:
-        """Return a layer's parameters by dotted path: the same read-only arrays at every call. Do not change the dict.
+        """Read a layer, and return its parameters by dotted path, in read-only arrays.
 
         Raise `CheckpointError` if the layer is not stored or cannot be read.
         """
         described = self._layer(index, precision)
-        with self._lock:
-            if (index, precision) not in self._loaded:
-                self._loaded[index, precision] = _read(self.path / precision / layer_name(index), described)
-            return self._loaded[index, precision]
-
-    def forget(self, index: int, precision: str) -> None:
-        """Free a layer's arrays. They are read again at the next use."""
-        with self._lock:
-            self._loaded.pop((index, precision), None)
+        return _read(self.path / precision / layer_name(index), described)
 
     def check(self, checkpoint: "Checkpoint") -> None:
         """Raise `CheckpointError` if the variants were made from another model."""

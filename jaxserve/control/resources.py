@@ -45,7 +45,7 @@ class Resources:
 
     @property
     def in_place(self) -> tuple[str, ...]:
-        """Precisions in which layers run on their pinned variants and take no more memory."""
+        """Precisions in which layers run on held variants and take no more memory."""
         return self.sizes.in_place
 
     # -- one layer
@@ -63,7 +63,7 @@ class Resources:
         return self.sizes.block(block, precision, tp)
 
     def bytes_taken(self, block: str, precision: str, tp: int | None = None) -> int:
-        """Return the bytes that a decoder layer takes besides pinned variants: 0 if it uses its own one in place.
+        """Return the bytes that a decoder layer takes besides held variants: 0 if it uses its own one in place.
 
         Raise `PlanError` if it cannot have this precision.
         """

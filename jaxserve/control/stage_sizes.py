@@ -13,7 +13,7 @@ class StageSizes(Protocol):
 
     @property
     def in_place(self) -> tuple[str, ...]:
-        """Precisions in which layers run on their pinned variants and take no more memory."""
+        """Precisions in which layers run on held variants and take no more memory."""
         ...
 
     def precisions(self, block: str) -> tuple[str, ...]:

@@ -10,22 +10,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
-import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxserve.compilation.programs import Program, abstract
-from jaxserve.core.aligned_arrays import aligned
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.step_shapes import StepShape
 from jaxserve.executor.batch import attention_meta, unpack
+from jaxserve.executor.block_store import BlockStore, Reference
+from jaxserve.executor.host_memory import Parameter
 from jaxserve.kernels import AttentionMeta, Pool, ProjectedQKV, write_and_attend
-from jaxserve.models import abstract_block, check_parameters, representative, rope_cos_sin, shard_state
+from jaxserve.models import abstract_block, representative, rope_cos_sin, shard_state
 from jaxserve.parallel.placement import POOL_AXES, TP, Placement, bytes_held, spec
 from jaxserve.quantization import QArray
 
-Parameter = np.ndarray | Array | QArray
 REPLICATED = PartitionSpec()
 
 
@@ -51,21 +50,25 @@ class LoadedBlock:
     leaves: tuple[Array, ...]
     placement: Placement
     precision: str
-    owned: tuple[Array, ...]  # the leaves that no other block or caller shares
+    reference: Reference  # to the parameters, which the leaves are
 
     @property
     def nbytes(self) -> int:
         """The bytes of the parameters, summed over devices."""
         return sum(map(bytes_held, self.leaves))
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the parameters are a variant that the store holds anyway, and take no memory of their own."""
+        return self.reference.in_place
+
     def signature(self) -> "BlockSignature":
         """Return the signature, with which programs can be compiled after the parameters are freed."""
         return BlockSignature(self.executable, jax.tree.map(abstract, self.leaves))
 
     def free(self) -> None:
-        """Free the parameters that the block does not share. It must not be in use any more."""
-        for leaf in self.owned:
-            leaf.delete()
+        """Release the parameters, which are freed if no other block uses them. This one must not run any more."""
+        self.reference.release()
 
 
 @dataclass(frozen=True)
@@ -77,58 +80,35 @@ class BlockSignature:
 
 
 class BlockBuilder:
-    """A factory of loaded blocks: it places parameters on devices and shares executables between equal blocks."""
+    """A factory of loaded blocks, which share executables where they are equal, and parameters through a store."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, store: BlockStore):
         """Take a configuration that is padded for the degree of tensor parallelism."""
-        self.config = config
+        self.config, self._store = config, store
         self._executables: dict[tuple, Program] = {}
 
-    def build(
+    def load(
         self,
         block: str,
-        tensors: Mapping[str, Parameter],
-        placement: Placement,
         precision: str,
+        placement: Placement,
+        *,
+        between: Callable[[], None] | None = None,
         copied: Callable[[int], None] | None = None,
     ) -> LoadedBlock:
-        """Return a block with parameters whose keys are dotted paths in the module, placed as by `place`.
+        """Return a block with its parameters from the store. `between` and `copied` are as in `BlockStore.acquire`."""
+        reference = self._store.acquire(block, precision, placement, between=between, copied=copied)
+        return self.build(block, precision, placement, reference)
+
+    def build(self, block: str, precision: str, placement: Placement, reference: Reference) -> LoadedBlock:
+        """Return a block that runs on parameters of its devices. In a quantised precision some are QArrays.
 
         This compiles nothing: an executable is compiled ahead by its user, or at its first use.
         """
-        placed = self.place(block, tensors, placement, precision, copied)
         _, variables = abstract_block(self.config, block, precision)
-        leaves = tuple(leaf for name in variables for leaf in jax.tree.leaves(placed[name]))
-        shared = {id(part) for tensor in tensors.values() for part in jax.tree.leaves(tensor)}
-        owned = tuple(leaf for leaf in leaves if id(leaf) not in shared)
-        return LoadedBlock(
-            block, self._executable(block, tensors, placement, precision), leaves, placement, precision, owned
-        )
-
-    def place(
-        self,
-        block: str,
-        tensors: Mapping[str, Parameter],
-        placement: Placement,
-        precision: str,
-        copied: Callable[[int], None] | None = None,
-        memory: str | None = None,
-    ) -> dict[str, Parameter]:
-        """Return a block's parameters as device arrays. In a quantised precision some are QArrays, of any group size.
-
-        Arrays that are on the devices already (tied embeddings, parameters placed before) are shared, not copied.
-        `copied` is called with the bytes of every other array after its copy. `memory` is a kind of the devices'
-        memory, by default the kind that they compute on.
-        """
-        _, variables = abstract_block(self.config, block, precision)
-        check_parameters(variables, tensors)
-        shardings = {name: placement.sharding(variable.axes) for name, variable in variables.items()}
-        if memory is not None:
-            shardings = {name: sharding.with_memory_kind(memory) for name, sharding in shardings.items()}
-        return {
-            name: jax.tree.map(partial(_put, sharding=sharding, copied=copied), tensors[name])
-            for name, sharding in shardings.items()
-        }
+        leaves = tuple(leaf for name in variables for leaf in jax.tree.leaves(reference.parameters[name]))
+        executable = self._executable(block, reference.parameters, placement, precision)
+        return LoadedBlock(block, executable, leaves, placement, precision, reference)
 
     def _executable(
         self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str
@@ -210,19 +190,6 @@ class BlockBuilder:
             return fields["tokens"], fields["rows"], cos, sin, fields["slots"], attention_meta(fields)
 
         return Program("inputs", jax.jit(inputs, static_argnums=1, out_shardings=placement.sharding()))
-
-
-def _put(part: np.ndarray | Array, sharding: NamedSharding, copied: Callable[[int], None] | None) -> Array:
-    if isinstance(part, Array) and part.sharding.memory_kind == sharding.memory_kind:
-        return part
-    if copied is None:
-        return jax.device_put(part, sharding)
-    if isinstance(part, np.ndarray) and [device.platform for device in sharding.device_set] == ["cpu"]:
-        # XLA would copy an unaligned array in the thread that runs steps, for up to a second.
-        part = aligned(part)
-    array = jax.device_put(part, sharding)
-    copied(array.block_until_ready().nbytes)
-    return array
 
 
 def _local_size(value: Parameter, axes: Sequence[str | None], placement: Placement) -> Parameter:

@@ -20,7 +20,7 @@ from jaxserve.core.request import Sequence
 from jaxserve.core.step_shapes import Buckets, StepShape
 from jaxserve.core.work import Work
 from jaxserve.executor.batch import pack
-from jaxserve.executor.blocks import BlockBuilder, BlockSignature, LoadedBlock, Parameter
+from jaxserve.executor.blocks import BlockBuilder, BlockSignature, LoadedBlock
 from jaxserve.executor.compile_ahead import StepCompiler, StepPrograms
 from jaxserve.executor.fused import FusedTier, StageKey
 from jaxserve.executor.outputs import DispatchedStep, ForwardOutput, wants_prompt_logprobs
@@ -60,8 +60,6 @@ class BlockExecutor:
         self.page_size = page_size
         self._fused = fused
         self._builder = builder
-        # Blocks that share all their parameters with a caller, by block and precision.
-        self._borrowing: dict[tuple[str, str], tuple[Mapping[str, Parameter], LoadedBlock]] = {}
         self._stages = stages_of(blocks)
         split = [stage.placement.devices for stage in self._stages if len(stage.placement.devices) > 1]
         self._devices_share_threads = any(devices[0].platform == "cpu" for devices in split)
@@ -129,34 +127,17 @@ class BlockExecutor:
     def prepare(
         self,
         block: str,
-        parameters: Mapping[str, Parameter],
         precision: str,
+        *,
+        between: Callable[[], None] | None = None,
         copied: Callable[[int], None] | None = None,
     ) -> LoadedBlock:
         """Return a loaded block that can take the place of `block` on its devices, by `replace`, or be freed.
 
-        This only copies, so that steps may go on meanwhile. `copied` is called with the bytes of each array after its
-        copy, and may wait. If nothing needs a copy, equal calls with the same `parameters` return the same result.
-        """
-        known = self._borrowing.get((block, precision))
-        if known is not None and known[0] is parameters:
-            return known[1]
-        placement = self.blocks[self._index(block)].placement
-        loaded = self._builder.build(block, parameters, placement, precision, copied)
-        if not loaded.owned:
-            self._borrowing[block, precision] = parameters, loaded
-        return loaded
-
-    def place(
-        self, block: str, parameters: Mapping[str, Parameter], precision: str, memory: str | None = None
-    ) -> Mapping[str, Parameter]:
-        """Return the parameters on the devices of a block. `prepare` shares such parameters and copies nothing.
-
-        With `memory` they are in the devices' memory of that kind, split like the block's own; `prepare` then copies
-        from there.
+        Steps may go on meanwhile. `between` and `copied` may wait, and are called as by `BlockStore.acquire`.
         """
         placement = self.blocks[self._index(block)].placement
-        return self._builder.place(block, parameters, placement, precision, memory=memory)
+        return self._builder.load(block, precision, placement, between=between, copied=copied)
 
     def replace(self, layers: abc.Sequence[LoadedBlock]) -> list[LoadedBlock]:
         """Replace decoder layers between two steps, and return the replaced ones for the caller to free.
@@ -222,11 +203,11 @@ class BlockExecutor:
             self._use_stages(stages)
 
     def close(self) -> None:
-        """Free the parameters, the pools and the sampler's state. The executor cannot be used afterwards."""
+        """Release the parameters; free the pools and the sampler's state. The executor cannot be used afterwards."""
         if self._fused is not None:
             self._fused.close()
-        for array in {id(leaf): leaf for loaded in self.blocks for leaf in loaded.leaves}.values():
-            array.delete()
+        for loaded in self.blocks:
+            loaded.free()
         self.pools.close()
         self.sampler.close()
 

@@ -7,7 +7,7 @@ Full precision and one variant take turns, so that a busy machine is no disadvan
 repetitions counts, because whatever else the machine does only makes steps slower. All precisions run block by block,
 although steps in some of them may be fused later: what that saves is counted in the rest of a step.
 
-At most one variant is loaded at a time, unless its layers share the parameters that are in memory anyway.
+At most one variant is loaded at a time, unless its layers run on variants that are in memory anyway.
 
 The times are cached next to the compiled programs, for the model's configuration, the code, the machine, and all that
 determines the steps.
@@ -38,7 +38,7 @@ from jaxserve.core.request import Request, Sequence
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.step_shapes import StepShape, smallest_holding
 from jaxserve.core.work import Chunk, Work
-from jaxserve.executor.blocks import LoadedBlock, Parameter
+from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.parallel.placement import Placement
 
@@ -164,11 +164,9 @@ class CostTimer:
         model: ModelConfig,
         instance: InstancePlan,
         variants: Items[str],
-        parameters: Callable[[str, str], Mapping[str, Parameter]],
         now: Callable[[], float] = time.perf_counter,
     ):
-        """`parameters(block, precision)` returns the parameters of a variant."""
-        self._executor, self._variants, self._parameters, self._now = executor, variants, parameters, now
+        self._executor, self._variants, self._now = executor, variants, now
         self._layers = [block for block in executor.blocks if is_layer(block.block)]
         self.kinds = tuple(_kind(model, layer_index(loaded.block)) for loaded in self._layers)
         self._cases = Cases(executor, model.vocab_size, instance.kv_pages)
@@ -274,20 +272,20 @@ class CostTimer:
 
     @contextmanager
     def _loaded(self, kind: str, precision: str) -> Iterator[list[LoadedBlock]]:
-        """Load all layers of a kind in a precision. Those that take memory are in each stage the same layer."""
+        """Load all layers of a kind in a precision. Where they take memory, one of each stage stands for the others."""
         loaded: list[LoadedBlock] = []
-        owning: dict[Placement, LoadedBlock] = {}
+        copies: dict[Placement, LoadedBlock] = {}
         try:
             for running, of_kind in zip(self._layers, self.kinds, strict=True):
                 if of_kind != kind:
                     continue
-                block, known = running.block, owning.get(running.placement)
-                loaded.append(known or self._executor.prepare(block, self._parameters(block, precision), precision))
-                if loaded[-1].owned:
-                    owning[running.placement] = loaded[-1]
+                layer = copies.get(running.placement) or self._executor.prepare(running.block, precision)
+                loaded.append(layer)
+                if not layer.in_place:
+                    copies[running.placement] = layer
             yield loaded
         finally:
-            for layer in owning.values():
+            for layer in loaded:
                 layer.free()
 
     def _affordable(self, case: Case, layers: Items[LoadedBlock], trials: int) -> int:
@@ -353,7 +351,6 @@ def step_costs(
     model: ModelConfig,
     instance: InstancePlan,
     variants: Items[str],
-    parameters: Callable[[str, str], Mapping[str, Parameter]],
     facts: Mapping[str, Any],
     now: Callable[[], float] = time.perf_counter,
 ) -> MeasuredCosts:
@@ -365,7 +362,7 @@ def step_costs(
     costs = None if file is None else _read(file)
     if costs is not None and _covers(costs, instance, variants):
         return costs
-    costs = CostTimer(executor, model, instance, variants, parameters, now).measure()
+    costs = CostTimer(executor, model, instance, variants, now).measure()
     if not costs.plausible:
         log.warning("the machine is busy: the costs of steps are rough, and the next start will time them again")
     elif file is not None:

@@ -1,11 +1,11 @@
 """Warm-up of the variants that layers may change to, so that a change of the plan compiles nothing."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from jaxserve.control import BlockPlan, InstancePlan
 from jaxserve.core.block_names import is_layer, layer_index
 from jaxserve.core.config import ModelConfig
-from jaxserve.executor.blocks import BlockSignature, Parameter
+from jaxserve.executor.blocks import BlockSignature
 from jaxserve.executor.executor import BlockExecutor
 
 
@@ -14,13 +14,12 @@ def warm_variants(
     model: ModelConfig,
     instance: InstancePlan,
     variants: Sequence[str],
-    parameters: Callable[[str, str], Mapping[str, Parameter]],
     foreseen: Sequence[InstancePlan] = (),
 ) -> None:
     """Compile the programs for a change of any layer to one of `variants`, and fuse the steps of `foreseen` plans.
 
     One layer of each kind (dense or sparse, and its sliding window) stands for all layers of that kind in a stage.
-    `parameters(block, precision)` returns the parameters of a variant. At most one variant is loaded at a time.
+    At most one variant is loaded at a time.
     """
     signatures: dict[BlockPlan, BlockSignature] = {}
     for stage in instance.stages:
@@ -31,7 +30,7 @@ def warm_variants(
         for name, kind in kinds.items():
             for precision in variants:
                 if (kind, precision) not in warm:
-                    loaded = executor.prepare(name, parameters(name, precision), precision)
+                    loaded = executor.prepare(name, precision)
                     executor.warm_layer(loaded)
                     warm[kind, precision] = loaded.signature()
                     loaded.free()

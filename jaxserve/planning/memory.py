@@ -79,7 +79,7 @@ class MemoryPlan:
 
     @property
     def pinned(self) -> PinnedVariants:
-        """Variants that are pinned in the devices' own memory."""
+        """Variants that are held in the devices' own memory."""
         return self.sizes.pinned
 
     @property
@@ -168,11 +168,9 @@ def plan_memory(
     Raise `MemoryBudgetError` if the budget is too small, `ConfigError` if the configuration contradicts itself.
     """
     config = spec.config
-    # On other platforms variants are pinned in the host's memory, which this budget does not count.
+    # On other platforms variants are held in the host's memory, which this budget does not count.
     on_cpu = spec.platform == "cpu"
-    pinned = PinnedVariants(
-        tuple(name for name in spec.variants if name in BITS and on_cpu), in_place=on_cpu and config.dp == 1
-    )
+    pinned = PinnedVariants(tuple(name for name in spec.variants if name in BITS and on_cpu), instances=config.dp)
     layers = {
         block.block: spec.variants or (block.precision,)
         for block in spec.plan.instances[0].blocks

@@ -9,6 +9,7 @@ from jaxserve.control.plan import StagePlan
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.kv_layout import MAX_MOVED_PAGES
+from jaxserve.core.numeric import ceil_div
 from jaxserve.core.step_shapes import Buckets
 
 TEMPORARIES_FACTOR = 1.25  # for XLA's temporaries beyond those counted here
@@ -39,15 +40,14 @@ class DegreeSizes(Protocol):
 
 @dataclass(frozen=True)
 class PinnedVariants:
-    """Precisions whose layer variants are pinned in the devices' own memory: on CPU the host is the device."""
+    """Precisions in which layers of all instances run on one held variant, as on CPU, where the host is the device."""
 
     precisions: tuple[str, ...] = ()
-    in_place: bool = False  # layers run on the pinned arrays, without a copy
+    instances: int = 1
 
-    @property
-    def in_place_precisions(self) -> tuple[str, ...]:
-        """Precisions in which a layer takes no memory besides its pinned variant."""
-        return self.precisions if self.in_place else ()
+    def share(self, size: int) -> int:
+        """Return the part of a held variant's bytes that each instance bears."""
+        return ceil_div(size, self.instances)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class FixedMemory:
     page: int  # of one KV page in the pools of all of the stage's layers
     workspace: int  # activations, logits and sampler; between steps, pages that are being moved
     swap_buffer: int  # room for the smaller of two variants of one layer during a swap
-    variants: int  # quantised layers pinned in the same memory
+    variants: int  # quantised layers held in the same memory, as far as this instance bears them
 
 
 class ModelSizes:
@@ -86,7 +86,7 @@ class ModelSizes:
 
     @property
     def in_place(self) -> tuple[str, ...]:
-        return self.pinned.in_place_precisions
+        return self.pinned.precisions
 
     def precisions(self, block: str) -> tuple[str, ...]:
         return self._sorted(block)
@@ -101,9 +101,10 @@ class ModelSizes:
         fixed, weights, in_place = self.fixed(stage), 0, 0
         for block in stage.blocks:
             size = self.block(block.block, block.precision, stage.tp)
-            weights += size
             if is_layer(block.block) and block.precision in self.in_place:
+                size = self.pinned.share(size)
                 in_place += size
+            weights += size
         return {
             "weights": weights - self._shared(stage),
             "variants": fixed.variants - in_place,
@@ -134,7 +135,9 @@ class ModelSizes:
         # made.
         room = _largest if self.pinned.precisions and tp > 1 else _second_largest
         buffers = (room(sizes.block(name, precision) for precision in copied[name]) for name in layers)
-        pinned = (sizes.block(name, precision) for name in layers for precision in self.pinned.precisions)
+        pinned = (
+            self.pinned.share(sizes.block(name, precision)) for name in layers for precision in self.pinned.precisions
+        )
         dequantized = (sizes.dequantized(name, p) for name in layers for p in self._layers.get(name, ()))
         workspace = workspace_bytes(sizes.config, self._buckets, tp, sampling="head" in names, top=self._top)
         workspace += max(dequantized, default=0)

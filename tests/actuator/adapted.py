@@ -2,11 +2,13 @@
 
 import itertools
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,10 +25,11 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.work import Work
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
-from jaxserve.executor.blocks import LoadedBlock, Parameter
+from jaxserve.executor.blocks import LoadedBlock
+from jaxserve.executor.host_memory import HostShards
 from jaxserve.kernels.native import kv as native
 from tests.support.canary import Canary
-from tests.support.internals import between_steps, kept_variants, layer_source_of, run_pending_calls
+from tests.support.internals import between_steps, held_variants, run_pending_calls, store_of, wrap_block_reads
 
 PATIENCE = 30.0  # seconds for a thread to do what it will
 MAX_STEPS = 100_000  # of a run; the longest has some hundreds
@@ -98,19 +101,26 @@ class RequestRun:
     in_force: list[Mapping[str, str]]
 
 
+def addresses(leaves: Sequence[Array]) -> set[int]:
+    """Return where the buffers of arrays lie, on all devices."""
+    return {shard.data.unsafe_buffer_pointer() for leaf in leaves for shard in leaf.addressable_shards}
+
+
 class Adapted:
     """An engine that the test's thread steps while the actuator's thread carries transitions out.
 
-    Of several answers to a request, the first is recorded.
+    Of several answers to a request, the first is recorded. Without `bytes_checked`, memory may exceed the ledger.
     """
 
-    def __init__(self, built: BuiltEngine):
+    def __init__(self, built: BuiltEngine, *, bytes_checked: bool = True):
         assert built.control is not None
         built.control.close()  # the test decides
+        self._bytes_checked = bytes_checked
         self.built, self.actuator, self.start = built, built.actuators["0"], built.in_force.plan
         self.resources = built.resolved.resources(copy_rate=1e9)
         self.engine = SyncEngine(built.instances, built.info, None, built.clock)
         self.steps = built.instances[0]
+        self.store = store_of(self.steps.executor)
         self.runs: dict[str, list[RequestRun]] = {}  # by request
         self.outcomes: list[Outcome] = []
         self.canaries = [Canary(steps) for steps in built.instances]
@@ -154,17 +164,28 @@ class Adapted:
         return self._execute(work)
 
     def prepare(
-        self, block: str, parameters: Mapping[str, Parameter], precision: str, *, copied: Callable[[int], None]
+        self, block: str, precision: str, *, between: Callable[[], None], copied: Callable[[int], None]
     ) -> LoadedBlock:
         """Prepare a block, and check between the arrays of the copy that the ledger covers what is in memory.
 
         That includes what has been read, unless it becomes the block itself.
         """
         (devices,) = (loaded.placement.devices for loaded in self.steps.executor.blocks if loaded.block == block)
-        read = [] if (block, precision) in self.kept else jax.tree.leaves(dict(parameters))
-        same = bool(read) and len(devices) == 1 and all(aligned(leaf) is leaf for leaf in read)
-        made = Counter(dict.fromkeys(devices, sum(leaf.nbytes for leaf in read) // len(devices)))
-        self.check_bytes(made=made)
+        made, same, thread = Counter[Any](), False, threading.get_ident()
+
+        def noted(read: Callable[..., Any]) -> Callable[..., Any]:
+            def reading(*args: Any) -> Any:
+                nonlocal same
+                parameters = read(*args)
+                if threading.get_ident() != thread:  # of another instance
+                    return parameters
+                leaves = jax.tree.leaves(dict(parameters))
+                same = len(devices) == 1 and all(aligned(leaf) is leaf for leaf in leaves)
+                made.update(dict.fromkeys(devices, sum(leaf.nbytes for leaf in leaves) // len(devices)))
+                self.check_bytes(made=made)
+                return parameters
+
+            return reading
 
         def counted(size: int) -> None:
             if not same:
@@ -172,25 +193,40 @@ class Adapted:
             self.check_bytes(made=made)
             copied(size)
 
-        loaded = self._prepare(block, parameters, precision, copied=counted)
-        self._beside += loaded.owned
+        with pytest.MonkeyPatch.context() as patch:
+            wrap_block_reads(patch, self.store, noted)
+            loaded = self._prepare(block, precision, between=between, copied=counted)
+        if not self.runs_in_place(loaded):
+            self._beside += loaded.leaves
         return loaded
 
-    @property
-    def kept(self) -> Mapping[tuple[str, str], Mapping[str, Parameter]]:
-        """The parameters that the source keeps, by block and precision."""
-        return kept_variants(layer_source_of(self.actuator))
+    def runs_in_place(self, loaded: LoadedBlock) -> bool:
+        """Check that a layer runs in place if the store holds arrays for it, and that they are its own; return that."""
+        held = held_variants(self.store).get((loaded.block, loaded.precision), {})
+        shards = [shards for shards in jax.tree.leaves(dict(held)) if isinstance(shards, HostShards)]
+        assert loaded.in_place == bool(shards)
+        if not shards:
+            return False
+        assert addresses(loaded.leaves) == {part.ctypes.data for each in shards for part in each.parts.values()}
+        return True
 
-    def kept_arrays(self) -> list[Array]:
-        """Return the kept parameters that lie in the memory in which the devices compute."""
-        leaves = jax.tree.leaves([dict(parameters) for parameters in self.kept.values()])
-        return [leaf for leaf in leaves if isinstance(leaf, Array) and leaf.sharding.memory_kind == "device"]
+    def held_bytes(self) -> Counter[jax.Device]:
+        """Return the bytes of the held variants that layers run on, each shared by all devices that may use it."""
+        bytes_held = Counter[jax.Device]()
+        for (block, _), held in held_variants(self.store).items():
+            shards = [shards for shards in jax.tree.leaves(dict(held)) if isinstance(shards, HostShards)]
+            stages = [stage for instance in self.plan.instances for stage in instance.stages]
+            stages = [stage for stage in stages if block in {each.block for each in stage.blocks}]
+            devices = [self.built.resolved.devices[index] for stage in stages for index in stage.devices]
+            share = math.ceil(sum(each.nbytes for each in shards) / len(devices))
+            bytes_held.update(dict.fromkeys(devices, share))
+        return bytes_held
 
     def check_bytes(self, beside: Sequence[Array] = (), made: Mapping[object, int] | None = None) -> int:
         """Check that the ledger covers everything on each device, and return the bytes of all pages.
 
-        Everything: blocks, kept layers, `beside` (arrays next to them), `made` (bytes by device of an unfinished copy),
-        pages, and room for a step.
+        Everything: blocks, held variants, `beside` (arrays next to them), `made` (bytes by device of an unfinished
+        copy), pages, and room for a step.
         """
         resolved = self.built.resolved
         while True:
@@ -201,16 +237,17 @@ class Adapted:
                 break
         for device, sizes in entries.items():
             assert sum(sizes.values()) <= resolved.ledgers[device].budget
-            assert held[resolved.devices[device]] <= sum(sizes.values()) - sizes.get("runtime", 0)
+            if self._bytes_checked:
+                assert held[resolved.devices[device]] <= sum(sizes.values()) - sizes.get("runtime", 0)
         return pages
 
     def _held(self, beside: Sequence[Array], made: Mapping[object, int]) -> tuple[Counter, int]:
         """Return the bytes by device, and those of all pages."""
-        held, pages = Counter(made), 0
+        held, pages = self.held_bytes() + Counter(made), 0
         running = [loaded for steps in self.built.instances for loaded in steps.executor.blocks]
-        used = (leaf for loaded in running for leaf in loaded.leaves)
+        used = (leaf for loaded in running if not loaded.in_place for leaf in loaded.leaves)
         there = (leaf for leaf in beside if not leaf.is_deleted())
-        leaves = {id(leaf): leaf for leaf in (*used, *self.kept_arrays(), *there)}
+        leaves = {id(leaf): leaf for leaf in (*used, *there)}
         for leaf in leaves.values():  # not by its shards: JAX lists them twice if two threads ask at once
             share = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             held.update(dict.fromkeys(leaf.sharding.device_set, share))

@@ -40,13 +40,13 @@ class HeldTransition:
         (steps,) = built.instances
         prepare, make, call = steps.executor.prepare, steps.executor.pools.prepare, steps.call
 
-        def prepare_slowly(*args: Any, copied: Callable[[int], None]) -> LoadedBlock:
+        def prepare_slowly(*args: Any, copied: Callable[[int], None], **options: Any) -> LoadedBlock:
             def copied_slowly(size: int) -> None:
                 self.wait("during the copy")
                 copied(size)
 
             self.wait("before the copy")
-            loaded = prepare(*args, copied=copied_slowly)
+            loaded = prepare(*args, copied=copied_slowly, **options)
             self.prepared += loaded.leaves
             self.wait("after the copy")
             return loaded
@@ -181,4 +181,4 @@ def test_close_after_a_commit_without_a_next_step_ends_the_thread(
     closing.join(PATIENCE)
     assert not closing.is_alive()
     assert all(leaf.is_deleted() for leaf in old.leaves)
-    assert all(leaf.is_deleted() for loaded in steps.executor.blocks for leaf in loaded.owned)
+    assert all(leaf.is_deleted() for loaded in steps.executor.blocks for leaf in loaded.leaves)

@@ -1,10 +1,9 @@
-"""Variants in pinned memory: kept once for all instances, copied from there, and pageable where pinning fails.
+"""Variants in pinned memory: held once for all instances, copied from there, and pageable where pinning fails.
 
 CPU devices list pinned memory as GPUs do. These tests tell them to use it.
 """
 
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,19 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
 
-from jaxserve.actuator import LayerSource, pinned_memory, pinned_store
-from jaxserve.actuator.pinned import PINNED, PinnedStore
 from jaxserve.build import build
-from jaxserve.calibration.pipeline import QuantizationSettings
-from jaxserve.calibration.run import run
-from jaxserve.checkpoint import Checkpoint, open_checkpoint
-from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.executor.block_store import BlockStore
+from jaxserve.executor.host_memory import PINNED, HostShards, PinnedMemory, pinned_memory
+from jaxserve.parallel.placement import Placement
 from tests.actuator.adapted import Adapted, in_all_instances
-from tests.support.internals import layer_source_of, variants_in_memory, wrap_layer_reads
+from tests.support.internals import held_variants, store_of, wrap_block_reads
 
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
@@ -73,19 +68,21 @@ def test_layers_swap_from_pinned_memory_while_requests_run(
     reads: Counter[tuple[str, str]] = Counter()
 
     def count_reads(read: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(source: LayerSource, block: str, precision: str) -> Any:
-            reads[block, precision] += 1
-            return read(source, block, precision)
+        def counted(store: BlockStore, block: str, precision: str, *between: Any) -> Any:
+            reads[block, precision] += block in BLOCKS
+            return read(store, block, precision, *between)
 
         return counted
 
-    wrap_layer_reads(monkeypatch, count_reads)
+    wrap_block_reads(monkeypatch, BlockStore, count_reads)
     built = build(EngineConfig(model=tiny_model, **(OPTIONS | degrees)), host_memory=pinned)
-    adapted, source = Adapted(built), layer_source_of(built.actuators["0"])
-    kept = {(block, p): source.parameters(block, p) for block in BLOCKS for p in ("float32", "int4")}
+    # The ledger is that of a CPU without pinned memory, where instances share the variants.
+    adapted = Adapted(built, bytes_checked=False)
+    kept = held_variants(adapted.store)
+    assert kept.keys() == {(block, precision) for block in BLOCKS for precision in ("float32", "int4")}
     arrays = [leaf for variant in kept.values() for leaf in leaves(variant)]
     assert {leaf.sharding.memory_kind for leaf in arrays} == {PINNED}
-    assert source.nbytes == sum(leaf.nbytes for leaf in arrays)
+    assert adapted.store.held_bytes == sum(leaf.nbytes for leaf in arrays)
 
     start, small = adapted.start, dict.fromkeys(BLOCKS, "int4")
     other = in_all_instances(start, lambda instance: instance.with_precisions(small))
@@ -102,12 +99,11 @@ def test_layers_swap_from_pinned_memory_while_requests_run(
         for loaded in loaded_blocks:
             assert {leaf.sharding.memory_kind for leaf in loaded.leaves} == {"device"}
             assert all(leaf.sharding.device_set == set(loaded.placement.devices) for leaf in loaded.leaves)
-            assert loaded.owned == loaded.leaves, "a copy of what is kept, which is freed with the block"
             expected = {leaf.tobytes() for leaf in map(np.asarray, leaves(kept[loaded.block, "int4"]))}
             assert {np.asarray(leaf).tobytes() for leaf in loaded.leaves} == expected
     adapted.change(start)
     assert not any(leaf.is_deleted() for leaf in arrays)
-    assert reads == Counter(kept.keys()), "each once, for all instances"
+    assert +reads == Counter(kept.keys()), "each once, for all instances"
     built.close()
     assert all(leaf.is_deleted() for leaf in arrays)
 
@@ -115,23 +111,22 @@ def test_layers_swap_from_pinned_memory_while_requests_run(
 def test_copy_from_pinned_memory_is_paced_after_each_array(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, **OPTIONS), host_memory=pinned)
     copied: list[int] = []
-    parameters = layer_source_of(built.actuators["0"]).parameters("layers.1", "int4")
-    loaded = built.instances[0].executor.prepare("layers.1", parameters, "int4", copied=copied.append)
-    assert sorted(copied) == sorted(leaf.nbytes for leaf in leaves(parameters))
+    executor = built.instances[0].executor
+    held = leaves(held_variants(store_of(executor))["layers.1", "int4"])
+    loaded = executor.prepare("layers.1", "int4", copied=copied.append)
+    assert sorted(copied) == sorted(leaf.nbytes for leaf in held)
     loaded.free()
-    assert not any(leaf.is_deleted() for leaf in leaves(parameters))
+    assert all(leaf.is_deleted() for leaf in loaded.leaves)
+    assert not any(leaf.is_deleted() for leaf in held)
     built.close()
 
 
 def test_variants_on_cpu_are_not_pinned(tiny_model: Path) -> None:
-    for degrees, kind in (({}, jax.Array), ({"dp": 2}, np.ndarray)):
-        built = build(EngineConfig(model=tiny_model, **(OPTIONS | degrees)))
-        kept = leaves(layer_source_of(built.actuators["0"]).parameters("layers.0", "int4"))
-        assert kept
-        for leaf in kept:
-            assert isinstance(leaf, kind)
-            assert kind is np.ndarray or leaf.sharding.memory_kind == "device"
-        built.close()
+    built = build(EngineConfig(model=tiny_model, **OPTIONS))
+    held = leaves(held_variants(store_of(built.instances[0].executor))["layers.0", "int4"])
+    assert held
+    assert all(isinstance(leaf, HostShards) for leaf in held)
+    built.close()
 
 
 def test_unusable_pinned_memory_falls_back_to_pageable_memory(
@@ -140,7 +135,7 @@ def test_unusable_pinned_memory_falls_back_to_pageable_memory(
     with caplog.at_level(logging.WARNING):
         built = build(EngineConfig(model=tiny_model, **OPTIONS), host_memory=lambda device: "nowhere")
     assert caplog.text.count("variants stay in pageable memory, not in nowhere") == 1
-    kept = leaves(layer_source_of(built.actuators["0"]).parameters("layers.0", "int4"))
+    kept = leaves(held_variants(store_of(built.instances[0].executor))["layers.0", "int4"])
     assert kept
     assert all(isinstance(leaf, np.ndarray) for leaf in kept)
     adapted = Adapted(built)
@@ -149,66 +144,42 @@ def test_unusable_pinned_memory_falls_back_to_pageable_memory(
     built.close()
 
 
-def test_full_pinned_memory_leaves_remaining_variants_pageable(caplog: pytest.LogCaptureFixture) -> None:
-    """Pinning is not tried for the remaining variants, and the log says so once."""
-    tried = []
+SHARDINGS = {"weight": Placement((jax.devices()[0],)).sharding()}
 
-    def place(block: str, parameters: Mapping[str, Any], precision: str, memory: str) -> Mapping[str, Any]:
-        tried.append(block)
+
+def test_full_pinned_memory_leaves_remaining_variants_pageable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pinning is not tried for the remaining variants, and the log says so once."""
+    tried, put = [], jax.device_put
+
+    def second_fails(*args: Any) -> Any:
+        tried.append(args)
         if len(tried) == 2:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of pinned memory")
-        return jax.device_put(dict(parameters), SingleDeviceSharding(jax.devices()[0], memory_kind=memory))
+        return put(*args)
 
-    keep = PinnedStore(place, PINNED)
+    monkeypatch.setattr(jax, "device_put", second_fails)
+    memory = PinnedMemory(PINNED)
     with caplog.at_level(logging.WARNING):
-        kept = [keep(block, {"weight": np.ones(8)}, "int4")["weight"] for block in BLOCKS]
+        kept = [memory.pin({"weight": np.ones(8)}, SHARDINGS)["weight"] for _ in BLOCKS]
     assert [type(leaf) is np.ndarray for leaf in kept] == [False, True, True]
-    assert tried == ["layers.0", "layers.1"]
+    assert len(tried) == 2
     assert caplog.text.count("RESOURCE_EXHAUSTED") == len(caplog.records) == 1
 
 
 def test_pinned_variants_leave_pinned_memory_for_transfers(caplog: pytest.LogCaptureFixture) -> None:
-    keep = PinnedStore(lambda block, parameters, *where: jax.device_put(dict(parameters)), PINNED, 100)
+    memory = PinnedMemory(PINNED, max_bytes=100)
     with caplog.at_level(logging.WARNING):
-        kept = [keep(block, {"weight": np.ones(6)}, "int4")["weight"] for block in BLOCKS]
+        kept = [memory.pin({"weight": np.ones(6)}, SHARDINGS)["weight"] for _ in BLOCKS]
     assert [type(leaf) is np.ndarray for leaf in kept] == [False, False, True]
     assert "too little pinned memory for transfers" in caplog.text
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with prepared variants in int4."""
-    model = tmp_path_factory.mktemp("prepared") / "model"
-    shutil.copytree(bundled_model_path(), model, ignore=shutil.ignore_patterns("variants"))
-    run(model, QuantizationSettings(("int4",), "rtn", 64))
-    return model
-
-
-@pytest.mark.parametrize("options", [{"policy": "manual", "variants": ("int4",)}, {"precision": "int4"}])
-def test_variant_store_keeps_no_copy_of_variants_in_use(prepared: Path, options: dict[str, Any]) -> None:
-    built = build(EngineConfig(model=prepared, warmup=False, max_num_seqs=1, memory_gb=2, **options))
-    assert built.resolved.checkpoint.prepared is not None
-    assert built.resolved.checkpoint.prepared.precisions == ("int4",)
-    assert variants_in_memory(built.resolved.checkpoint.prepared) == {}
-    built.close()
-
-
-def test_pinned_prepared_variant_is_not_kept_in_the_store_too(prepared: Path) -> None:
-    """The store keeps no second copy of a pinned variant."""
-    checkpoint: Checkpoint = open_checkpoint(prepared)
-    source = LayerSource(checkpoint, checkpoint.config, pin_full=True)
-    assert checkpoint.prepared is not None
-    first = checkpoint.prepared.layer(0, "int4")
-    there = SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED)
-    keep = PinnedStore(lambda b, parameters, p, memory: jax.device_put(dict(parameters), there), PINNED)
-    source.load("layers.0", "int4", keep)
-    assert checkpoint.prepared.layer(0, "int4") is not first
-    for kept, read in zip(leaves(source.parameters("layers.0", "int4")), leaves(first), strict=True):
-        np.testing.assert_array_equal(kept, read)
-    source.close()
-
-
-def test_keeper_supports_all_placements_of_instances(tiny_model: Path) -> None:
-    built = build(EngineConfig(model=tiny_model, **(OPTIONS | {"pp": 2, "dp": 2})))
-    assert isinstance(pinned_store([steps.executor for steps in built.instances], PINNED), PinnedStore)
+@pytest.mark.parametrize("degrees", [{"pp": 2, "dp": 2}, {"tp": 2, "dp": 2}])
+def test_pinned_memory_reaches_all_placements_of_instances(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture, degrees: dict[str, int]
+) -> None:
+    built = build(EngineConfig(model=tiny_model, **(OPTIONS | degrees)), host_memory=pinned)
+    assert "pageable" not in caplog.text
     built.close()

@@ -1,12 +1,14 @@
 """Collectives and native kernels in the executables of split blocks."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.executor.block_store import BlockStore
 from jaxserve.executor.blocks import BlockBuilder
 from jaxserve.kernels import AttentionMeta, kv_pool, native
 from jaxserve.kernels.native.library import MATMUL, WRITE_AND_ATTEND
@@ -24,7 +26,8 @@ def lowered(block: str, precision: str, *, dtype: str = "bfloat16") -> jax.stage
     placement = Placement(tuple(jax.devices()[:2]))
     _, variables = abstract_block(model, block, precision)
     tensors = {name: jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), v.get_value()) for name, v in variables.items()}
-    loaded = BlockBuilder(model).build(block, tensors, placement, precision)
+    source = SimpleNamespace(variant=lambda *args: tensors)
+    loaded = BlockBuilder(model, BlockStore(source, model)).load(block, precision, placement)
     x, ids = jnp.zeros((4, model.hidden_size), dtype), jnp.arange(4, dtype=jnp.int32)
     if block == "head":
         return loaded.executable.lower(x, ids, *loaded.leaves)

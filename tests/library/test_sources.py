@@ -92,7 +92,7 @@ def test_prepared_variants_are_served_and_counted(prepared: Path) -> None:
 def test_swap_to_a_prepared_variant_compiles_nothing(prepared: Path) -> None:
     built: BuiltEngine = build(EngineConfig(model=prepared, variants=("int4",), **(OPTIONS | {"warmup": True})))
     executor, before = built.instances[0].executor, dict(built.compilations.counts)
-    loaded = executor.prepare("layers.5", built.resolved.checkpoint.variant("layers.5", "int4"), "int4")
+    loaded = executor.prepare("layers.5", "int4")
     assert len(loaded.leaves) == len(executor.blocks[6].leaves) + 4 * 2, "codes, scales and zeros"
     (old,) = executor.replace([loaded])
     old.free()

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,13 +15,16 @@ from jaxserve.calibration.pipeline import QuantizationSettings, quantize_layers
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
 from jaxserve.checkpoint.variants import Method, VariantWriter
+from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import assignment_id
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.fused import FusedTier
 from jaxserve.planning.resolve import resolve
+from jaxserve.planning.workspace import ModelSizes, PinnedVariants
 from tests.support.canary import Canary
 from tests.support.internals import fused_keys, fused_tier_of, stages_of
 from tests.support.reference import Reference
@@ -47,9 +51,7 @@ class Swapped:
 
     def swap(self, layer: int, precision: str) -> None:
         block = f"layers.{layer}"
-        resolved = self.built.resolved
-        parameters = resolved.checkpoint.variant(block, precision, resolved.padded_model)
-        (old,) = self.executor.replace([self.executor.prepare(block, parameters, precision)])
+        (old,) = self.executor.replace([self.executor.prepare(block, precision)])
         old.free()
         self.precisions[layer] = precision
         layers = {name: self.precisions.count(name) for name in self.precisions}
@@ -254,14 +256,37 @@ def test_metrics_follow_a_swap(swapped: Swapped) -> None:
     assert value("weight_bytes") == sum(leaf.nbytes for loaded in swapped.executor.blocks for leaf in loaded.leaves)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_ledger_reserves_a_swap_buffer_where_layers_are_copied(tiny_model: Path, dp: int) -> None:
-    resolved = resolve(EngineConfig(model=tiny_model, variants=VARIANTS, dp=dp, **OPTIONS))
-    sizes: dict[str, list[int]] = {}
-    for (layer, _), size in resolved.layer_bytes.items():
-        sizes.setdefault(layer, []).append(size)
-    second = max(sorted(each)[-2] for each in sizes.values())
-    assert resolved.ledger.entries.get("exchange", 0) == (0 if dp == 1 else second)
+@pytest.mark.parametrize("degrees", [{}, {"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}])
+def test_ledger_shares_variants_between_instances_and_reserves_room_for_copies(
+    tiny_model: Path, degrees: dict[str, int]
+) -> None:
+    """On CPU only full precision is copied. Where a layer is split, all of it is read before its parts are made."""
+    resolved = resolve(EngineConfig(model=tiny_model, variants=VARIANTS, **(OPTIONS | {"memory_gb": 8} | degrees)))
+    entries, sizes, instances = resolved.ledger.entries, resolved.layer_bytes, degrees.get("dp", 1)
+    assert entries.get("exchange", 0) == (sizes["layers.0", "float32"] if "tp" in degrees else 0)
+    held = [size for (_, precision), size in sizes.items() if precision in VARIANTS]
+    assert entries["variants"] == sum(ceil_div(size, instances) for size in held)
+    share = ceil_div(sizes["layers.0", "int4"], instances)
+    plan = resolved.plan.with_precisions("0", {"layers.0": "int4"})
+    for device in resolved.device_entries(plan.instances[0]).values():
+        assert device["weights"] == entries["weights"] - sizes["layers.0", "float32"] + share
+        assert device["variants"] == entries["variants"] - share
+
+
+def test_swap_buffer_has_room_for_the_second_largest_variant_where_all_are_copied(tiny_model: Path) -> None:
+    resolved = resolve(EngineConfig(model=tiny_model, variants=VARIANTS, **OPTIONS))
+    (stage,) = resolved.plan.instances[0].stages
+    sizes = SimpleNamespace(
+        config=resolved.padded_model,
+        page=1,
+        block=lambda *key: resolved.layer_bytes.get(key, 0),
+        dequantized=lambda *key: 0,
+    )
+    layers = {block.block: resolved.variants for block in stage.blocks if is_layer(block.block)}
+    memory = ModelSizes(lambda tp: sizes, 1, layers, resolved.buckets, 1, PinnedVariants()).fixed(stage)
+    *_, second, _ = sorted(size for (layer, _), size in resolved.layer_bytes.items() if layer == "layers.0")
+    assert memory.swap_buffer == second
+    assert memory.variants == 0
 
 
 @pytest.mark.parametrize("split", [{}, SPLIT | {"pp": 2}])

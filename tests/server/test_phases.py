@@ -25,7 +25,7 @@ from jaxserve.engine.step_log import read_log
 from tests.server.process import PATIENCE, ServerProcess, server_process
 
 PHASES = {  # phase: (change, method called in the middle of the phase)
-    "copying": ("swap back", "jaxserve.actuator.copying:Throttle.copied"),
+    "copying": ("swap back", "jaxserve.actuator.throttle:Throttle.copied"),
     "exchanging blocks": ("swap", "jaxserve.actuator.actuator:DeviceInstance.replace_layers"),
     "freeing what was replaced": ("swap", "jaxserve.actuator.actuator:DeviceInstance.free_layers"),
     "growing": ("grow", "jaxserve.executor.pools:Pools.extend"),

@@ -15,6 +15,7 @@ import pytest
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.sync_engine import SyncEngine
+from jaxserve.executor.block_store import BlockStore
 
 # -- engines
 
@@ -197,26 +198,24 @@ def index_file_of(programs: Any) -> Path:
 # -- layers in several precisions
 
 
-def layer_source_of(actuator: Any) -> Any:
-    """Return the `LayerSource` from which an actuator takes parameters."""
-    return actuator.instance._source
+def store_of(executor: Any) -> BlockStore:
+    """Return the `BlockStore` that holds an executor's parameters."""
+    return executor._builder._store
 
 
-def kept_variants(source: Any) -> Mapping[tuple[str, str], Mapping[str, Any]]:
-    """Return the parameters that a `LayerSource` keeps in memory, by block and precision."""
-    return source._pinned
+def held_variants(store: BlockStore) -> Mapping[tuple[str, str], Mapping[str, Any]]:
+    """Return the variants that a `BlockStore` holds in the host's memory, by block and precision."""
+    return {(block, precision): held for (block, precision, _), held in store._held.items()}
 
 
-def wrap_layer_reads(patch: pytest.MonkeyPatch, wrap: Callable[[Callable], Callable]) -> None:
-    """Replace the method with which every `LayerSource` reads a layer from its checkpoint."""
-    from jaxserve.actuator import LayerSource
-
-    patch.setattr(LayerSource, "_read", wrap(LayerSource._read))
+def references_in(store: BlockStore) -> dict[tuple[str, str, Any], int]:
+    """Return the number of references to each device copy of a `BlockStore`, by block, precision and placement."""
+    return {key: len(copy.references) for key, copy in store._copies.items()}
 
 
-def variants_in_memory(store: Any) -> Mapping[tuple[int, str], Any]:
-    """Return the layers that a `VariantStore` holds in memory."""
-    return store._loaded
+def wrap_block_reads(patch: pytest.MonkeyPatch, store: Any, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace the method with which a `BlockStore`, or all of the class, reads blocks from the checkpoint."""
+    patch.setattr(store, "_read", wrap(store._read))
 
 
 # -- telemetry

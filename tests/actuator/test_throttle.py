@@ -2,9 +2,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxserve.actuator import copying
-from jaxserve.actuator.copying import LayerSource, Throttle
-from jaxserve.checkpoint import open_checkpoint
+from jaxserve.actuator import throttle as module
+from jaxserve.actuator.throttle import Throttle
 
 
 class SimulatedThread:
@@ -29,7 +28,7 @@ class SimulatedThread:
 def thread(monkeypatch) -> SimulatedThread:
     thread = SimulatedThread()
     clock = SimpleNamespace(monotonic=lambda: thread.now, thread_time=lambda: thread.worked)
-    monkeypatch.setattr(copying, "time", clock)
+    monkeypatch.setattr(module, "time", clock)
     return thread
 
 
@@ -54,28 +53,6 @@ def test_throttled_work_without_a_copy_keeps_to_its_share_of_a_core(thread):
         thread.work(0.002)
         throttle.worked()
     assert thread.now == pytest.approx(3 * 0.02)
-
-
-def test_layer_read_calls_between_before_each_tensor(tiny_model, monkeypatch):
-    """Otherwise the thread would occupy a core while it reads a whole layer."""
-    checkpoint = open_checkpoint(tiny_model, "dummy")
-    source = LayerSource(checkpoint, checkpoint.config, pin_full=False)
-    read, happened = checkpoint.store.get, []
-
-    def noted(name, shape):
-        happened.append(name)
-        return read(name, shape)
-
-    monkeypatch.setattr(checkpoint.store, "get", noted)
-    parameters = source.parameters("layers.1", "float32", between=lambda: happened.append(""))
-    assert happened[::2] == [""] * 9, "before each of its nine tensors"
-    assert len(set(happened[1::2])) == 9
-    assert parameters.keys() == source.parameters("layers.1", "float32").keys()
-    happened.clear()
-    source.load("layers.1", "int4")
-    happened.clear()
-    source.parameters("layers.1", "int4", between=lambda: happened.append(""))
-    assert happened == [], "what is kept is not read"
 
 
 def test_throttle_counts_time_without_the_core_as_waiting(thread):
