@@ -123,7 +123,7 @@ def test_segmented_pool_resizes_change_no_token_and_compile_nothing(
     for pages, taken in ((161, 161), (102, 121), (101, 101), (50, 81)):
         resized.resize(pages)
         assert pools.nbytes == taken * page * config.tp
-        (instance,) = built.resolved.plan.with_kv_pages(0, pages).instances
+        (instance,) = built.resolved.plan.with_kv_pages("0", pages).instances
         entries = limits.device_entries(instance)
         assert [sizes["kv"] for sizes in entries.values()] == [taken * page] * config.tp
     built.close()

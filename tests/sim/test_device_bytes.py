@@ -139,14 +139,14 @@ def test_the_largest_plan_can_be_reached_and_one_more_page_is_refused(elastic: b
     (most,) = set(map(resources.max_capacity, start.instances))
     assert start.instances[0].kv_pages < most <= memory.reserved_kv_pages
     largest = replace(start, instances=small)
-    for index in range(config.dp):
-        largest = largest.with_kv_pages(index, most)
-    plan = start
-    for transition in diff(start, largest, resources):
-        plan = transition.apply(plan)
-        validate(plan, resources)
-        for index, instance in enumerate(plan.instances):
-            memory.ledgers.update(str(index), memory.device_entries(instance))
-    assert plan.instances == largest.instances
+    for instance in small:
+        largest = largest.with_kv_pages(instance.name, most)
+    for instance in start.instances:
+        reached = instance
+        for transition in diff(instance, largest.instance(instance.name), resources):
+            reached = transition.apply(reached)
+            validate_instance(reached, resources)
+            memory.ledgers.update(instance.name, memory.device_entries(reached))
+        assert reached == largest.instance(instance.name)
     with pytest.raises(PlanError, match=rf"device \d+ needs .* {most} KV pages fit|it must be from \d+ .* to {most} "):
-        validate(largest.with_kv_pages(0, most + 1), resources)
+        validate(largest.with_kv_pages("0", most + 1), resources)

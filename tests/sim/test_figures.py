@@ -36,12 +36,21 @@ def test_layers_in_int4_shorten_the_wait_for_the_first_token(monkeypatch, tmp_pa
 def test_windows_under_four_policies(monkeypatch, tmp_path):
     run(monkeypatch, "windows", "--out", tmp_path)
     found = {(row[0], row[1]): row for row in rows(tmp_path / "windows.md")}
-    assert len(found) == 12
+    assert len(found) == 16
+    assert not [row for row in found.values() if "worse" in row[2]]
     violated = {key: float(row[2]) for key, row in found.items()}
-    for window in ("azure-conv", "burstgpt"):
-        assert violated[window, "morph"] < violated[window, "full precision"]
-        assert int(found[window, "morph"][6]) > int(found[window, "full precision"][6])  # pages
+    for mode in ("morph", "morph-performance"):
+        assert violated["burstgpt", mode] < violated["burstgpt", "full precision"] - 10, "where pages are short"
+        assert int(found["burstgpt", mode][6]) > int(found["burstgpt", "full precision"][6])  # pages
     assert all(row[7] == "0" for (_, name), row in found.items() if "morph" not in name)  # decisions
+
+
+def test_adaptation_on_more_instances(monkeypatch, tmp_path):
+    run(monkeypatch, "scaling", "--policies", "static,morph", "--instances", "1,4", "--each", "60", "--out", tmp_path)
+    found = {(row[0], int(row[1])): float(row[2]) for row in rows(tmp_path / "scaling-policies.md")}
+    for count in (1, 4):
+        assert found["morph", count] < found["static", count] - 20
+    assert found["morph", 4] <= found["morph", 1] + 15, "60 requests of one instance say little"
 
 
 def test_what_a_simulated_request_costs(monkeypatch, tmp_path):
