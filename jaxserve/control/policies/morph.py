@@ -26,6 +26,7 @@ EVIDENCE = 2.0  # s of steps from which the estimates are corrected
 EXHAUSTION = 2.0  # s; pages that are expected to last longer are not short
 HARM = 1.15  # factor on the time to start at which full precision is taken to be the better one
 AT_RISK = 0.25  # share of `slo_ttft` after which a waiting sequence lifts the limit on sequences
+NO_SLOWER = 1.1  # factor on the time per token up to which steps count as no slower
 HEADROOM = 1.2  # factor on the load that a limit on sequences leaves room for
 LIMIT_INTERVAL = 5.0  # s that pass before another limit on sequences, unless it is lifted
 
@@ -91,6 +92,11 @@ class _Load:
         Room for more sequences does not outlast a load that a level serves more slowly.
         """
         return self.most(level) >= min(self.tokens_per_s, self.most(self.level))
+
+    def slowdown(self, level: int) -> float:
+        """Return the factor by which tokens of the sequences that run take longer on a level."""
+        running = max(1, self.running)
+        return self.seconds_per_token(level, running) / self.seconds_per_token(self.level, running)
 
     def seconds_per_token(self, level: int, sequences: int) -> float:
         """Return the time (s) between two tokens of a sequence while `sequences` run."""
@@ -295,9 +301,13 @@ class MorphPolicy:
         while load.level < top:
             level = min(load.level + count, top)
             start = load.seconds_to_start(level)
-            if start <= soonest and load.keeps_up(level):
+            # Slower steps for the sequences that run are a price for those that wait, but not for those expected to.
+            worth_it = snapshot.num_waiting or load.slowdown(level) <= NO_SLOWER
+            if worth_it and start <= soonest and load.keeps_up(level):
                 best, soonest = level, start
-                if waited + start <= settings.hold * settings.slo_ttft and load.most(level) >= load.tokens_per_s:
+                in_time = waited + start <= settings.hold * settings.slo_ttft
+                # As long as nothing waits, the first better level is enough.
+                if not snapshot.num_waiting or (in_time and load.most(level) >= load.tokens_per_s):
                     break
             if level == top:
                 break
