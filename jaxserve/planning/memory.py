@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from jaxserve.control.ledger import DeviceLedgers, Ledger
 from jaxserve.control.plan import InstancePlan, Plan
@@ -39,6 +40,10 @@ XLA_SAMPLER = 6_100_000  # bytes for one step shape where XLA samples: sorts are
 PROGRAMS = 3  # programs per step shape besides those of the layers
 MAX_FORESEEN = 4  # precision assignments that a policy names in advance, in addition to the one at the start
 POLICIES_WITHOUT_FORESIGHT = (STATIC, "manual")
+
+# Share of the memory for KV pages that the swap buffer may take. Batches of more layers have fewer waits for steps: on a
+# large device 2 % hold all layers of a change, and on a small one the buffer of one layer is larger than that.
+SWAP_SHARE = 0.02
 
 MAX_POOL_BYTES = 2**46  # half of what a process can address
 
@@ -176,11 +181,16 @@ def plan_memory(
         for block in spec.plan.instances[0].blocks
         if is_layer(block.block)
     }
-    sizes = ModelSizes(of_degree, config.tp, layers, spec.buckets, max(config.max_logprobs, 1), pinned)
+    sizes_with = partial(ModelSizes, of_degree, config.tp, layers, spec.buckets, max(config.max_logprobs, 1), pinned)
+    sizes = sizes_with()
     limits = Resources(
         budget, sizes, min_pages=0, max_pages=0, copy_rate=COPY_RATES[spec.platform], runtime=runtime, granule=granule
     )
     rooms = _rooms(spec.plan, limits)
+    if config.kv_pages is None and (swap_room := int(SWAP_SHARE * min(room.free for room in rooms))) > 0:
+        sizes = sizes_with(swap_room)
+        limits = replace(limits, sizes=sizes)
+        rooms = _rooms(spec.plan, limits)
     pages, segments = _pages_and_segments(spec, rooms, granule)
     max_len = _max_model_len(spec, pages)
     limits = replace(

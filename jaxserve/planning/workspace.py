@@ -56,7 +56,7 @@ class FixedMemory:
 
     page: int  # of one KV page in the pools of all of the stage's layers
     workspace: int  # activations, logits and sampler; between steps, pages that are being moved
-    swap_buffer: int  # room for the smaller of two variants of one layer during a swap
+    swap_buffer: int  # room for the smaller of two variants of a layer, or of several, during a swap
     variants: int  # quantised layers held in the same memory, as far as this instance bears them
 
 
@@ -71,12 +71,14 @@ class ModelSizes:
         buckets: Buckets,
         top: int,
         pinned: PinnedVariants,
+        swap_room: int = 0,
     ):
         """`tp` is the degree at the start, and `layers` are the precisions that each decoder layer may have.
 
-        `top` is the largest number of log-probabilities per token.
+        `top` is the largest number of log-probabilities per token. Where all variants are copied, the swap buffer has
+        up to `swap_room` bytes if several layers need them.
         """
-        self.tp, self.pinned = tp, pinned
+        self.tp, self.pinned, self._swap_room = tp, pinned, swap_room
         self._layers, self._buckets, self._top = layers, buckets, top
         # A controller asks ten times a second, and sizes follow from the modules' abstract shapes.
         self._of_degree = cache(of_degree)
@@ -134,7 +136,8 @@ class ModelSizes:
         # Where the host is the device and splits a layer, the whole layer that was read stays until all its parts are
         # made.
         room = _largest if self.pinned.precisions and tp > 1 else _second_largest
-        buffers = (room(sizes.block(name, precision) for precision in copied[name]) for name in layers)
+        buffers = [room(sizes.block(name, precision) for precision in copied[name]) for name in layers]
+        several = 0 if self.pinned.precisions else min(self._swap_room, sum(buffers))
         pinned = (
             self.pinned.share(sizes.block(name, precision)) for name in layers for precision in self.pinned.precisions
         )
@@ -144,7 +147,7 @@ class ModelSizes:
         return FixedMemory(
             page=len(layers) * sizes.page,
             workspace=max(workspace, int(MAX_MOVED_PAGES * sizes.page * TEMPORARIES_FACTOR)),
-            swap_buffer=max(buffers, default=0),
+            swap_buffer=max(several, *buffers, 0),
             variants=sum(pinned),
         )
 

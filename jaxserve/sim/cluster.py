@@ -62,8 +62,10 @@ class Cluster:
 
     @property
     def copy_rate(self) -> float:
-        """The rate (bytes/s) at which a change of the plan copies while steps go on."""
-        return COPY_RATES[self.hardware.platform]
+        """The rate (bytes/s) at which a change of the plan copies while steps go on: on GPU that of the link."""
+        link = self.hardware.links.get("pcie")
+        on_cpu = self.hardware.platform == "cpu"
+        return COPY_RATES[self.hardware.platform] if on_cpu or link is None else link.bandwidth
 
 
 def resolve_cluster(
