@@ -46,7 +46,7 @@ from jaxserve.executor.timing import step_costs
 from jaxserve.executor.warmup import warm_variants
 from jaxserve.kernels import Pool, kv_pool
 from jaxserve.parallel.placement import POOL_AXES, Placement
-from jaxserve.planning.memory import COPY_RATES, COPY_SHARES
+from jaxserve.planning.memory import COPY_RATES, COPY_SHARES, copy_pace
 from jaxserve.planning.resolve import Resolved, resolve
 from jaxserve.planning.spec import STATIC
 from jaxserve.sampling.device_sampler import DeviceSampler
@@ -255,7 +255,7 @@ def _build_actuators(
             ledgers=resolved.ledgers,
             entries=resolved.device_entries,
             facts=PlanFacts(resolved.plan_fields, costs),
-            copy_rate=_copy_rate(resolved),
+            pace=copy_pace(resolved.devices[0].platform),
             copy_share=COPY_SHARES[resolved.devices[0].platform],
         )
         for plan, steps, executor in zip(resolved.plan.instances, instances, executors, strict=True)

@@ -92,17 +92,17 @@ class PlanActuator:
         ledgers: DeviceLedgers,
         entries: Callable[[InstancePlan], DeviceEntries],
         facts: PlanFacts,
-        copy_rate: float,
+        pace: float,
         copy_share: float,
     ):
         """`name` is the instance's name in the plan. `entries(plan)` returns the bytes of its plan in the ledgers.
 
-        `facts` are what the engine core is told of it. While steps run, copies take at most `copy_rate` bytes/s and a
+        `facts` are what the engine core is told of it. While steps run, copies take at most `pace` bytes/s and a
         share `copy_share` of a core.
         """
         self._steps, self._metrics = steps, metrics
         self._closing = threading.Event()
-        throttle = Throttle(copy_rate, copy_share, lambda: not steps.idle, self._closing.wait)
+        throttle = Throttle(pace, copy_share, lambda: not steps.idle, self._closing.wait)
         self.instance = DeviceInstance(steps, executor, throttle)
         self._reconfiguration = Reconfiguration(
             name=name,

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 
 from jaxserve.control.ledger import DeviceLedgers, Ledger
 from jaxserve.control.plan import InstancePlan, Plan
@@ -41,15 +42,21 @@ PROGRAMS = 3  # programs per step shape besides those of the layers
 MAX_FORESEEN = 4  # precision assignments that a policy names in advance, in addition to the one at the start
 POLICIES_WITHOUT_FORESIGHT = (STATIC, "manual")
 
-# Share of the memory for KV pages that the swap buffer may take. Batches of more layers have fewer waits for steps: on a
-# large device 2 % hold all layers of a change, and on a small one the buffer of one layer is larger than that.
+# Share of the memory for KV pages that the swap buffer may take. Larger batches of layers wait for fewer steps: on a
+# large device 2 % hold 10 to 20 layers of an 8B model, and on a small one a single layer is more than that.
 SWAP_SHARE = 0.02
 
 MAX_POOL_BYTES = 2**46  # half of what a process can address
 
-# Limits on the copies of a change of the plan while steps go on, which need the memory's bandwidth and the cores.
+# Copies of a change of the plan while steps go on. On CPU they need the bandwidth and the cores of the steps and are
+# paced to this rate; elsewhere it is only the estimate, from below, of a link that no step needs.
 COPY_RATES = {"cpu": 0.25e9, "gpu": 8e9, "tpu": 8e9}  # bytes/s
 COPY_SHARES = {"cpu": 0.05, "gpu": 1.0, "tpu": 1.0}  # of a core, for the thread that copies
+
+
+def copy_pace(platform: str) -> float:
+    """Return the rate (bytes/s) to which a platform's copies are held while steps go on; infinity if they are not."""
+    return COPY_RATES[platform] if platform == "cpu" else inf
 
 
 @dataclass(frozen=True)
