@@ -86,7 +86,7 @@ def test_time_outside_the_engine_is_before_the_step_and_after_its_token():
     step = Step(0, 7, 10.004, 10.005, 10.100, 32, 1, 5, 0, 40, 1, 30, 1)
     arrivals = (Arrival("a", 0, 7, 10.003, 30, 8, 1, 0), Arrival("b", 0, 7, 10.003, 31, 8, 1, 0))
     answers = {name: AnswerRecord(name, 0, 10.100, 11.0, 8, 0, 0, "length") for name in "ab"}
-    recording = Recording({}, (step,), (), arrivals, answers)
+    recording = Recording({}, steps=(step,), arrivals=arrivals, answers=answers)
     sent = [record(10.0, 10.102, 30), record(20.0, 20.1, 30)]  # of the other one nothing is in the log
     ((tokens, streams, seconds),) = seconds_outside(sent, recording, idle=True)
     assert (tokens, streams, seconds) == (30, 5, pytest.approx(0.102 - 0.096))
@@ -99,7 +99,7 @@ def test_requests_of_equal_length_are_matched_by_time():
     arrivals = tuple(Arrival(f"r{n}", 0, n, n + 0.05, 30, 8, 1, 0) for n in (1, 2))
     answers = {f"r{n}": AnswerRecord(f"r{n}", 0, n + 0.5, n + 0.9, 8, 0, 0, "length") for n in (1, 2)}
     found = seconds_outside(
-        [record(2.0, 2.6, 30), record(1.0, 1.6, 30)], Recording({}, steps, (), arrivals, answers), idle=True
+        [record(2.0, 2.6, 30), record(1.0, 1.6, 30)], Recording({}, steps=steps, arrivals=arrivals, answers=answers), idle=True
     )
     assert [seconds for _, _, seconds in found] == pytest.approx([0.2, 0.2])
 

@@ -183,7 +183,7 @@ def test_step_log_has_the_error_of_a_failed_transition(path):
         actuator.now = now
         controller.tick(now, {"0": snapshot(now)})
     log.close()
-    assert [error for tick in read_log(path).ticks for error, _ in tick.outcomes] == ["no room"]
+    assert [error for tick in read_log(path).ticks for error, _ in tick.outcomes] == ["Broken: no room"]
 
 
 def test_step_log_of_a_static_policy_has_no_decisions(path):

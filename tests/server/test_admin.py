@@ -270,7 +270,7 @@ def test_plan_of_another_media_type_returns_415(media_type):
 
 
 def test_plan_above_the_size_limit_returns_413():
-    assert client().put("/admin/plan", content=b"#" * 100_000, headers=YAML).status_code == 413
+    assert client().put("/admin/plan", content=b"#" * 2_000_000, headers=YAML).status_code == 413
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,9 @@ def _changes(
     """Yield (layer, precision) for each change on the ladder. Each one takes fewer bytes than the layer had before."""
     sizes = {block: resources.bytes_of(block, initial.precision(block)) for block in order}
     first = {block: settings.precision_at(place, len(initial.layer_precisions)) for place, block in enumerate(order)}
-    two = bool(settings.rest) and settings.most_layers < 1
     stages = [
         list(first.items()),
-        [(block, settings.escalate) for block in order if two and first[block] == settings.rest],
+        [(block, settings.second) for block in order if first[block] == settings.rest],
         [(block, settings.last_resort) for block in order],
     ]
     for block, precision in (change for stage in stages for change in stage):

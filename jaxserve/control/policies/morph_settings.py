@@ -60,8 +60,14 @@ class MorphSettings:
     @property
     def precisions(self) -> tuple[str, ...]:
         """Precisions that layers change to under pressure."""
-        rest = (self.rest, self.escalate) if self.rest and self.most_layers < 1 else ()
+        rest = (self.rest, self.second) if self.rest and self.most_layers < 1 else ()
         return tuple(dict.fromkeys(name for name in (self.precision, *rest, self.last_resort) if name))
+
+    @property
+    def second(self) -> str:
+        """Precision that layers in `rest` go on to: `escalate`, but never fewer bits than `precision`; "" if none."""
+        two = self.rest and self.most_layers < 1 and self.escalate
+        return self.escalate if two and BITS[self.escalate] >= BITS[self.precision] else ""
 
     def precision_at(self, place: int, num_layers: int) -> str:
         """Return the precision that the layer at `place` of the swap order changes to; "" if it does not change."""
