@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.quantization import texts
 from jaxserve.calibration.sensitivity import SensitivityProfile
 from jaxserve.calibration.sensitivity.plot import draw
-from jaxserve.calibration.sensitivity.profile import FILE_NAME, Weights
+from jaxserve.calibration.sensitivity.profile import FILE_NAME, LIS, MDS, Weights
 from jaxserve.calibration.sensitivity.run import Options, profile_model
 from jaxserve.cli.profile import HEADINGS, MEASURES, mean_and_range
 from jaxserve.core.bundled import bundled_model_path
@@ -53,8 +53,10 @@ def _print(profile: SensitivityProfile) -> None:
     print(f"| precision | order of swapping | {' | '.join(HEADINGS)} |")
     print("| --- | --- | ---: | ---: | ---: |")
     for precision in profile.precisions:
+        scores = profile.of(precision)
+        orders = {LIS: scores.order, MDS: scores.mds_order}
         for name, curves in profile.curves[precision].items():
-            named = f"LIS: {' '.join(map(str, profile.order(precision)))}" if name == "lis" else name
+            named = " ".join((name, *map(str, orders.get(name, ()))))
             print(f"| {precision} | {named} | {' | '.join(mean_and_range(curves, measure) for measure in MEASURES)} |")
     print("\n| precision | layer | LTS | LRS | MDS | place in the order |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")

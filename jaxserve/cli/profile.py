@@ -124,9 +124,8 @@ def _print(made: "SensitivityProfile") -> None:
         for name, found in made.curves[precision].items():
             table.add_row(name, *(mean_and_range(found, measure) for measure in MEASURES))
         console.print(table)
-        console.print(
-            f"swap to {precision} in this order: {', '.join(map(str, made.order(precision)))}", soft_wrap=True
-        )
+        layers = ", ".join(map(str, made.order(precision)))
+        console.print(f"swap to {precision} in this order ({made.order_name(precision)}): {layers}", soft_wrap=True)
 
 
 def mean_and_range(curves: Sequence[QualityCurve], measure: str) -> str:

@@ -1,6 +1,7 @@
 """The measures of sensitivity and the greedy order, compared with values computed by hand and brute force."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from jaxserve.calibration.sensitivity.chain import LayerChain, rows_attend
 from jaxserve.calibration.sensitivity.curves import curves, orders, points, qualities
 from jaxserve.calibration.sensitivity.greedy import rank
 from jaxserve.calibration.sensitivity.measures import Measures, cosine
-from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, RANDOM, QualityCurve
+from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, MDS, RANDOM, LayerScores, QualityCurve
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.kernels import HeadNorms
 from jaxserve.models.dense import forward, restore_block
@@ -201,21 +202,28 @@ def test_qualities_do_not_depend_on_groups_of_sequences(chain, monkeypatch):
         np.testing.assert_allclose(apart[swapped], values, rtol=1e-5, atol=1e-7)
 
 
+def scores(order: Sequence[int]) -> LayerScores:
+    """Return scores with an order of LIS, and with an MDS that grows with the layer."""
+    mds = tuple(layer / len(order) for layer in range(len(order)))
+    return LayerScores(tuple(order), mds, mds, mds, mds, mds)
+
+
 def test_quality_curves_of_all_orders_meet_at_the_ends(chain):
-    compared = orders((1, 0, 2), seeds=2)
+    compared = orders(scores((1, 0, 2)), seeds=2)
     found = curves(chain, ROWS, "int3", compared, points(3, 17))
     ends = {(c.cross_entropy[0], c.cross_entropy[-1]) for group in found.values() for c in group}
     assert len(ends) == 1
-    assert {name: len(group) for name, group in found.items()} == {LIS: 1, FRONT: 1, BACK: 1, RANDOM: 2}
+    assert {name: len(group) for name, group in found.items()} == {LIS: 1, MDS: 1, FRONT: 1, BACK: 1, RANDOM: 2}
     single = qualities(chain, ROWS, "int3", [frozenset({1})])[frozenset({1})]
     assert found[LIS][0].kl[1] == single[1]
 
 
 def test_compared_orders_are_reproducible_permutations():
-    compared = orders(range(9), seeds=3)
+    compared = orders(scores(range(9)), seeds=3)
+    assert compared[MDS] == ((8, 7, 6, 5, 4, 3, 2, 1, 0),)
     assert compared[FRONT] == (tuple(range(9)),)
     assert compared[BACK] == (tuple(range(8, -1, -1)),)
-    assert compared == orders(range(9), seeds=3)
+    assert compared == orders(scores(range(9)), seeds=3)
     assert len(set(compared[RANDOM])) == 3
     assert all(sorted(order) == list(range(9)) for order in compared[RANDOM])
 

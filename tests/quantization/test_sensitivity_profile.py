@@ -12,7 +12,17 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxserve.calibration.sensitivity import SensitivityProfile
-from jaxserve.calibration.sensitivity.profile import LayerScores, QualityCurve, Text, Weights
+from jaxserve.calibration.sensitivity.profile import (
+    BACK,
+    FRONT,
+    LIS,
+    MDS,
+    RANDOM,
+    LayerScores,
+    QualityCurve,
+    Text,
+    Weights,
+)
 from jaxserve.calibration.texts import read_rows
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.variants import fingerprint
@@ -180,10 +190,12 @@ def test_profile_command_writes_a_profile_and_a_plot(calib, tmp_path):
     assert profile.precisions == ("int4", "int3")
     assert profile.calibration.part == (0.0, 0.5)
     assert profile.held_out.part == (0.5, 1.0)
-    assert f"swap to int3 in this order: {', '.join(map(str, profile.order('int3')))}" in printed
+    assert profile.curves["int3"].keys() == {LIS, MDS, FRONT, BACK, RANDOM}
+    name, layers = profile.order_name("int3"), ", ".join(map(str, profile.order("int3")))
+    assert f"swap to int3 in this order ({name}): {layers}" in printed
     for precision in profile.precisions:
         curves = profile.curves[precision]
-        assert [len(group) for group in curves.values()] == [1, 1, 1, 2]
+        assert [len(group) for group in curves.values()] == [1, 1, 1, 1, 2]
         for curve in (curve for group in curves.values() for curve in group):
             assert curve.swapped == tuple(range(9))
             assert curve.kl[0] == pytest.approx(0, abs=1e-6)

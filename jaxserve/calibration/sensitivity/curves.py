@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.calibration.sensitivity.chain import Hidden, LayerChain, logits
-from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, RANDOM, QualityCurve
+from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, MDS, RANDOM, LayerScores, QualityCurve
 
 STREAM_BYTES = 2 << 30  # of all hidden states in memory
 Set = frozenset[int]
@@ -19,12 +19,13 @@ Begin = Callable[[str, int], Callable[[], None]]
 """A progress display: (description, number of steps) -> a function to call after each step."""
 
 
-def orders(lis: Sequence[int], seeds: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+def orders(scores: LayerScores, seeds: int) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Return the orders of swapping to compare, by name, with one random order for each seed."""
-    front = tuple(range(len(lis)))
-    random = (np.random.default_rng(seed).permutation(len(lis)) for seed in range(seeds))
+    front = tuple(range(len(scores.order)))
+    random = (np.random.default_rng(seed).permutation(len(front)) for seed in range(seeds))
     return {
-        LIS: (tuple(lis),),
+        LIS: (scores.order,),
+        MDS: (scores.mds_order,),
         FRONT: (front,),
         BACK: (front[::-1],),
         RANDOM: tuple(tuple(order.tolist()) for order in random),

@@ -13,6 +13,7 @@ from jaxserve.calibration.sensitivity.profile import (
     BACK,
     FRONT,
     LIS,
+    MDS,
     RANDOM,
     LayerScores,
     QualityCurve,
@@ -22,8 +23,8 @@ from jaxserve.calibration.sensitivity.profile import (
 SIZE = (3.35, 2.45)  # inches of one plot
 LEGEND = 0.75  # inches below all plots
 MARGIN = 0.08  # share of an axis above the lines
-ORDERS = {LIS: COLOURS[0], FRONT: COLOURS[1], BACK: COLOURS[2], RANDOM: COLOURS[6]}
-NAMES = {LIS: "LIS"}
+ORDERS = {LIS: COLOURS[0], MDS: COLOURS[5], FRONT: COLOURS[1], BACK: COLOURS[2], RANDOM: COLOURS[6]}
+NAMES = {LIS: "LIS", MDS: "MDS"}
 SCORES = {"LTS": COLOURS[4], "LRS": COLOURS[3], "MDS": COLOURS[5]}
 MEASURES = {
     "cross_entropy": "cross-entropy, nats per token",

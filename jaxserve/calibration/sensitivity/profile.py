@@ -11,7 +11,8 @@ from jaxserve.core.errors import CheckpointError, ConfigError
 
 FORMAT, VERSION = "jaxserve.sensitivity", 1
 FILE_NAME = "sensitivity.json"
-LIS, FRONT, BACK, RANDOM = "lis", "front-to-back", "back-to-front", "random"  # names of the compared orders
+# Names of the compared orders: by falling LIS, chosen greedily; by falling MDS with no other layer swapped; and others.
+LIS, MDS, FRONT, BACK, RANDOM = "lis", "mds", "front-to-back", "back-to-front", "random"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class QualityCurve:
 
 @dataclass(frozen=True)
 class LayerScores:
-    """The order of swapping to one precision, and the scores from which it was made.
+    """The LIS order of swapping to one precision, and the scores from which it was made.
 
     `lts`, `lrs` and `mds` are by layer. `mds` is that with no other layer swapped. `lis` and `chosen_mds` are by
     position in `order`, as they were when the layer was chosen.
@@ -65,6 +66,11 @@ class LayerScores:
     mds: tuple[float, ...]
     lis: tuple[float, ...]
     chosen_mds: tuple[float, ...]
+
+    @property
+    def mds_order(self) -> tuple[int, ...]:
+        """All layers by falling MDS. Between equals, the lower layer comes first."""
+        return tuple(sorted(range(len(self.mds)), key=lambda layer: (-self.mds[layer], layer)))
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,38 @@ class SensitivityProfile:
 
     def order(self, precision: str) -> tuple[int, ...]:
         """Return all layers in the order of swapping. Raise `ConfigError` if `precision` was not profiled."""
-        return self.of(precision).order
+        scores = self.of(precision)
+        return scores.mds_order if self.order_name(precision) == MDS else scores.order
+
+    def order_name(self, precision: str) -> str:
+        """Return which order is the order of swapping: of LIS and MDS the one with the lower mean cross-entropy.
+
+        It is LIS in a profile that has no measurements of MDS. Raise `ConfigError` if `precision` was not profiled.
+        """
+        self.of(precision)
+        measured = self.curves.get(precision, {})
+        if MDS not in measured or LIS not in measured:
+            return LIS
+        return min((LIS, MDS), key=lambda name: measured[name][0].area("cross_entropy"))
+
+    def layer_losses(self) -> dict[str, tuple[float, ...]]:
+        """Return by precision how much each layer adds to the cross-entropy, as a share of full precision's.
+
+        A layer adds what the order of swapping was measured to add when it came to this layer. Between two measured
+        numbers of swapped layers, each layer adds the same. Precisions whose order was not measured are left out.
+        """
+        losses = {}
+        for precision in self.precisions:
+            if not (measured := self.curves.get(precision, {}).get(self.order_name(precision))):
+                continue
+            curve = measured[0]
+            points = list(zip(curve.swapped, curve.cross_entropy, strict=True))
+            steps: list[float] = []
+            for (k0, before), (k1, after) in pairwise(points):
+                steps += [(after - before) / (k1 - k0)] * (k1 - k0)
+            by_layer = dict(zip(self.order(precision), steps, strict=True))
+            losses[precision] = tuple(by_layer[layer] / curve.cross_entropy[0] for layer in range(self.num_layers))
+        return losses
 
     def of(self, precision: str) -> LayerScores:
         """Return the scores of a precision. Raise `ConfigError` if it was not profiled."""

@@ -69,7 +69,7 @@ def make_profile(
     scores, found = {}, {}
     for name in methods:
         scores[name] = rank_layers(Measures(chain, calibration.tokens[:, :-1], name, options.positions), options, begin)
-        compared, at = orders(scores[name].order, options.seeds), points(chain.config.num_layers, options.max_points)
+        compared, at = orders(scores[name], options.seeds), points(chain.config.num_layers, options.max_points)
         found[name] = curves(chain, held_out.tokens, name, compared, at, begin)
     return SensitivityProfile(
         model=checkpoint.path.resolve().name,
@@ -86,7 +86,7 @@ def make_profile(
 
 
 def rank_layers(measures: Measures, options: Options, begin: Begin) -> LayerScores:
-    """Return the order of swapping for one precision, with its scores."""
+    """Return the LIS order for one precision, with its scores."""
     lts, lrs = measures.local()
     weights = options.weights
     local = [weights.lts * a + weights.lrs * b for a, b in zip(lts, lrs, strict=True)]
