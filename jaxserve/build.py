@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from jaxserve.actuator import PlanActuator
-from jaxserve.calibration.sensitivity.order import swap_order
+from jaxserve.calibration.sensitivity.order import Sensitivity, sensitivity
 from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.compilation.cache import CompileCounter, use_persistent_cache
 from jaxserve.compilation.programs import Compiler
@@ -17,8 +17,8 @@ from jaxserve.control import InstancePlan, PlanInForce, Resources, StagePlan
 from jaxserve.control.controller import Controller
 from jaxserve.control.costs import MeasuredCosts, slow_precisions
 from jaxserve.control.plan_yaml import to_dict
-from jaxserve.control.policies import POLICY_NAMES, load_policy
-from jaxserve.control.policy import ForesightPolicy, Policy
+from jaxserve.control.policies import POLICY_NAMES, QualityLoss, load_policy
+from jaxserve.control.policy import ForesightPolicy, Policy, errors_of_policy
 from jaxserve.control.reconfigure import PlanFacts
 from jaxserve.control.service import ControlPlane
 from jaxserve.core.block_names import is_layer
@@ -120,9 +120,10 @@ def build(
     use_persistent_cache(config.compile_cache)
     resolved = resolve(config)
     controlled = controlled or config.policy != STATIC
-    load = _policy_loader(resolved) if controlled else None
+    known = _sensitivity(resolved) if controlled else None
+    load = _policy_loader(resolved, known) if known else None
     policy = load(config.policy) if load else None
-    step_log = None if config.step_log is None else StepLog(config.step_log, _step_log_header(resolved))
+    step_log = None if config.step_log is None else StepLog(config.step_log, _step_log_header(resolved, known))
     tokenizer = load_tokenizer(config, resolved.checkpoint.path, resolved.checkpoint.config.vocab_size)
     metrics = EngineMetrics(resolved.info.name, _cache_config(resolved))
     compilations = CompileCounter(metrics.compiled)
@@ -164,7 +165,7 @@ def build(
     in_force = PlanInForce(resolved.plan)
     actuators: Mapping[str, PlanActuator] = {}
     control = None
-    if load and policy:
+    if known and load and policy:
         _hold_variants(resolved, store)
         costs = None
         if config.warmup and resolved.variants:
@@ -174,7 +175,7 @@ def build(
             if step_log is not None:
                 step_log.write(CostsRecord(costs.to_dict()))
             # Loaded again, now that steps were timed: foresight, which the warm-up needed, does not depend on that.
-            load = _policy_loader(resolved, costs)
+            load = _policy_loader(resolved, known, costs)
             policy = load(config.policy)
         actuators = _build_actuators(resolved, instances, executors, metrics, in_force, costs)
         control = _build_control_plane(resolved, policy, load, instances, in_force, actuators, clock, step_log, costs)
@@ -232,8 +233,11 @@ def _hold_variants(resolved: Resolved, store: BlockStore) -> None:
 
 
 def _foreseen(policy: Policy | None, instance: InstancePlan) -> Sequence[InstancePlan]:
-    """Return the plans that a policy may hold for long in an instance."""
-    return policy.foresee(instance) if isinstance(policy, ForesightPolicy) else ()
+    """Return the plans that a policy may hold for long in an instance. Raise `ConfigError` if the policy raises."""
+    if not isinstance(policy, ForesightPolicy):
+        return ()
+    with errors_of_policy(f"policy {policy.name}: foresee"):
+        return policy.foresee(instance)
 
 
 def _build_actuators(
@@ -288,10 +292,20 @@ def _resources(resolved: Resolved, costs: MeasuredCosts | None) -> Resources:
     return replace(resolved.resources(_copy_rate(resolved)), costs=costs)
 
 
-def _policy_loader(resolved: Resolved, costs: MeasuredCosts | None = None) -> Callable[..., Policy]:
+def _policy_loader(resolved: Resolved, known: Sensitivity, costs: MeasuredCosts | None = None) -> Callable[..., Policy]:
     """Return `load_policy` with the arguments that describe this engine."""
-    resources, slo_ttft = _resources(resolved, costs), resolved.config.slo_ttft
-    return partial(load_policy, resources=resources, swap_order=_swap_order(resolved), slo_ttft=slo_ttft)
+    return partial(
+        load_policy,
+        resources=_resources(resolved, costs),
+        swap_order=known.swap_order,
+        **_objectives(resolved.config),
+        loss=None if known.layer_losses is None else QualityLoss(known.layer_losses),
+    )
+
+
+def _objectives(config: EngineConfig) -> dict[str, float | None]:
+    """Return the objectives of a configuration by their names in `load_policy`."""
+    return {name: getattr(config, name) for name in ("slo_ttft", "slo_tpot", "max_quality_loss")}
 
 
 def _build_control_plane(
@@ -332,10 +346,9 @@ def _cache_config(resolved: Resolved) -> dict[str, Any]:
     }
 
 
-def _step_log_header(resolved: Resolved) -> dict[str, Any]:
+def _step_log_header(resolved: Resolved, known: Sensitivity | None) -> dict[str, Any]:
     """Return the facts about the engine that a step log begins with."""
     config, resources = resolved.config, resolved.resources(_copy_rate(resolved))
-    controlled = config.policy != STATIC
     return {
         "model": resolved.info.name,
         "platform": resolved.devices[0].platform,
@@ -348,16 +361,17 @@ def _step_log_header(resolved: Resolved) -> dict[str, Any]:
         "overlap": config.overlap,
         "max_model_len": resolved.info.max_model_len,
         "policy": str(config.policy),
-        "slo_ttft": config.slo_ttft,
-        "swap_order": _swap_order(resolved) if controlled else (),
+        **_objectives(config),
+        "swap_order": known.swap_order if known else (),
+        "layer_losses": known.layer_losses if known else None,
         "resources": resource_facts(resources, resolved.plan),
     }
 
 
-def _swap_order(resolved: Resolved) -> tuple[int, ...]:
+def _sensitivity(resolved: Resolved) -> Sensitivity:
     checkpoint = resolved.checkpoint
     weights = partial(fingerprint, checkpoint)
-    return swap_order(checkpoint.path, resolved.padded_model.num_layers, resolved.variants, weights)
+    return sensitivity(checkpoint.path, resolved.padded_model.num_layers, resolved.variants, weights)
 
 
 def _build_instance(

@@ -1,7 +1,7 @@
 """An example of a policy: all layers in int8 while sequences wait, full precision again when none waits.
 
 python examples/policies/busy_int8.py      # print its decisions while a queue grows and empties; needs no model
-jaxserve serve --variant int8 --policy examples/policies/busy_int8.py:BusyInt8
+jaxserve serve --policy examples/policies/busy_int8.py:BusyInt8
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ class BusyInt8:
     resources: Resources
     swap_order: Sequence[int]
     name: str = "busy-int8"
+    precisions: tuple[str, ...] = ("int8",)  # that the server keeps ready
 
     def init(self, plan: InstancePlan) -> InstancePlan:
         return plan  # the state: the plan to return to

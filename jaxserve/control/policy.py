@@ -1,10 +1,12 @@
 """Policies: pure functions from an instance's snapshot and its plan in force to the plan that should be in force."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxserve.control.plan import InstancePlan
+from jaxserve.core.errors import ConfigError
 from jaxserve.telemetry import Snapshot
 
 State = TypeVar("State")
@@ -55,6 +57,17 @@ class ForesightPolicy(Protocol):
     def foresee(self, plan: InstancePlan) -> Sequence[InstancePlan]:
         """Return the plans that the policy may hold for long in an instance that is started with `plan`."""
         ...
+
+
+@contextmanager
+def errors_of_policy(what: str) -> Iterator[None]:
+    """Turn every error of a user's code in a `with` block into a `ConfigError` that says `what` raised it."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)

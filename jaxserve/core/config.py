@@ -171,8 +171,8 @@ class EngineConfig:
         str,
         Option(
             "Adaptation",
-            "Policy that changes the plan: static, manual, morph, morph-int8, morph-performance, a YAML file or "
-            "FILE.py:NAME.",
+            "Policy that changes the plan: static, manual, morph, morph-int8, morph-performance (presets of the "
+            "objectives and thresholds of morph), a YAML file or FILE.py:NAME.",
         ),
     ] = "static"
     slo_ttft: Annotated[
@@ -182,6 +182,25 @@ class EngineConfig:
             "Target for the time to the first token in seconds, for the policy.",
             default="the policy's",
             above=0,
+        ),
+    ] = None
+    slo_tpot: Annotated[
+        float | None,
+        Option(
+            "Adaptation",
+            "Target for the time per output token in seconds, for the policy.",
+            default="the policy's: none",
+            above=0,
+        ),
+    ] = None
+    max_quality_loss: Annotated[
+        float | None,
+        Option(
+            "Adaptation",
+            "Floor of quality: largest rise of the cross-entropy that the model's sensitivity profile (jaxserve "
+            "profile) may expect of a plan of the policy, as a share of full precision's, such as 0.01.",
+            default="the policy's: none",
+            minimum=0,
         ),
     ] = None
     # -- memory and lengths

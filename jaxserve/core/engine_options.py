@@ -25,6 +25,8 @@ class EngineOptions(TypedDict, total=False):
     variants: tuple[str, ...]
     policy: str
     slo_ttft: float | None
+    slo_tpot: float | None
+    max_quality_loss: float | None
     memory_gb: float | None
     max_model_len: int | None
     page_size: int

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxserve.control.plan import Plan, block_chain, parallel_plan
-from jaxserve.control.policies import settings_of
+from jaxserve.control.policies import precisions_of
 from jaxserve.core.config import DType, EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.numeric import ceil_div
@@ -91,9 +91,9 @@ def _variants(config: EngineConfig, precisions: Sequence[str], dtype: str) -> tu
     """Return the precisions that layers may change to: the policy's, the user's, and those they start with."""
     wanted = config.variants
     if config.policy != STATIC:
-        morph = settings_of(config.policy)
+        needed = precisions_of(config.policy)
         # The policy's come first: they determine the swap order.
-        wanted = (*morph.precisions, *wanted) if morph else wanted or (DEFAULT_VARIANT,)
+        wanted = (*needed, *wanted) if needed else wanted or (DEFAULT_VARIANT,)
     named = [parse_precision(name, dtype, "variants") for name in wanted]
     return tuple(dict.fromkeys((*named, *precisions))) if named else ()
 

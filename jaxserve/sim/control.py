@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jaxserve.calibration.sensitivity.order import swap_order
+from jaxserve.calibration.sensitivity.order import sensitivity
 from jaxserve.control.controller import Controller
 from jaxserve.control.plan import PlanInForce
-from jaxserve.control.policies import load_policy
+from jaxserve.control.policies import QualityLoss, load_policy
 from jaxserve.control.reconfigure import PlanFacts
 from jaxserve.control.record import Decision
 from jaxserve.control.transitions import Outcome
@@ -86,8 +86,16 @@ def build_control(
     """
     memory, config, hardware = cluster.memory, cluster.config, cluster.hardware
     resources = replace(memory.resources(cluster.copy_rate), costs=cluster.costs)
-    order = swap_order(model_folder, cluster.shape.num_layers, memory.variants, None)
-    policy = load_policy(config.policy, resources, order, slo_ttft=config.slo_ttft)
+    known = sensitivity(model_folder, cluster.shape.num_layers, memory.variants, None)
+    policy = load_policy(
+        config.policy,
+        resources,
+        known.swap_order,
+        slo_ttft=config.slo_ttft,
+        slo_tpot=config.slo_tpot,
+        max_quality_loss=config.max_quality_loss,
+        loss=None if known.layer_losses is None else QualityLoss(known.layer_losses),
+    )
     in_force, agenda = PlanInForce(memory.plan), Agenda(clock)
     facts = PlanFacts(memory.plan_fields, cluster.costs)
     by_name = dict(zip((plan.name for plan in memory.plan.instances), instances, strict=True))

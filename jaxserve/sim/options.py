@@ -61,6 +61,8 @@ class ClusterOptions:
         ),
     ] = None
     slo_ttft: Annotated[float | None, SERVE["slo_ttft"]] = None
+    slo_tpot: Annotated[float | None, SERVE["slo_tpot"]] = None
+    max_quality_loss: Annotated[float | None, SERVE["max_quality_loss"]] = None
     warmup: Annotated[bool | None, Option("Adaptation", "Compile variants before they are needed.", default="yes")] = (
         None
     )

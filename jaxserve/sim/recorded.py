@@ -19,7 +19,7 @@ from jaxserve.control.controller import Controller
 from jaxserve.control.costs import CostModel
 from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
 from jaxserve.control.plan_yaml import from_yaml
-from jaxserve.control.policies import load_policy
+from jaxserve.control.policies import QualityLoss, load_policy
 from jaxserve.control.policy import Policy
 from jaxserve.control.reconfigure import PlanFacts, commit
 from jaxserve.control.transitions import Outcome, Transition
@@ -199,7 +199,16 @@ class _Replay:
             page_size=facts["page_size"],
         )
         if policy is None:
-            policy = load_policy(facts["policy"], resources, facts["swap_order"], slo_ttft=facts["slo_ttft"])
+            losses = facts.get("layer_losses")
+            policy = load_policy(
+                facts["policy"],
+                resources,
+                facts["swap_order"],
+                slo_ttft=facts["slo_ttft"],
+                slo_tpot=facts.get("slo_tpot"),
+                max_quality_loss=facts.get("max_quality_loss"),
+                loss=None if losses is None else QualityLoss(losses),
+            )
         self._recording, self._clock = recording, VirtualClock()
         self._arrivals: dict[int, list[Arrival]] = {}  # by the step before which they came
         for arrival in recording.arrivals:

@@ -59,6 +59,8 @@ def test_morph_policy_file_names_every_setting() -> None:
         ("policy: morph\nsettings: {entry_layers: true}", "settings.entry_layers is True: it must be of type int"),
         ("policy: morph\nsettings: {few: 1}", "settings.few is 1: it must be of type bool"),
         ("policy: morph\nsettings: [1]", "it must be a mapping of names to values"),
+        ("policy: morph\nsettings: {rest: null}", "settings.rest is None: it must be of type str"),
+        ("policy: morph\nsettings: {slo_ttft: null}", "slo_ttft is inf: it must be finite"),
         ("policy: morph\nsettings: {kv_usage: 2}", "kv_usage is 2: it must be a share"),
         ("policy: morph\nsettings: {precision: bfloat16}", "precision is bfloat16: it must be one of int8, int4, int3"),
         ("policy: morph\nsettings: {rest: float32}", "rest is 'float32': it must be empty, or one of int8, int4, int3"),

@@ -136,7 +136,7 @@ def test_engine_without_a_policy_shows_and_changes_its_plan(tiny_model: Path) ->
         control.set_plan(control.plan_yaml().replace("kv_pages: 21", "kv_pages: 33"))
         await until(lambda: control.status()["kv_pages"]["total"] == 32)
         assert len(await answer(engine, 1)) == 100
-        with pytest.raises(RequestError, match="cannot be int4: choose from float32"):
+        with pytest.raises(RequestError, match="without int4, int8: start it with --policy morph"):
             control.set_policy("morph")
         with pytest.raises(PlanError, match="41"):
             control.set_plan(control.plan_yaml().replace("kv_pages: 33", "kv_pages: 100"))

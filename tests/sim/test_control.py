@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.calibration.sensitivity import SensitivityProfile
-from jaxserve.calibration.sensitivity.order import swap_order
+from jaxserve.calibration.sensitivity.order import sensitivity
 from jaxserve.control.record import Decision
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import ConfigError
@@ -129,12 +129,12 @@ def test_each_batch_costs_the_hosts_time() -> None:
 
 
 def test_the_order_of_swaps_is_from_the_middle_without_a_profile(tmp_path: Path) -> None:
-    assert swap_order(BUNDLED, 8, ("int4", "bfloat16"), None) == PROFILE.order("int4")
-    assert swap_order(tmp_path, 5, ("int4",), None) == swap_order(None, 5, ("int4",), None) == (2, 1, 3, 0, 4)
+    assert sensitivity(BUNDLED, 8, ("int4", "bfloat16"), None).swap_order == PROFILE.order("int4")
+    assert sensitivity(tmp_path, 5, ("int4",), None).swap_order == (2, 1, 3, 0, 4)
     with pytest.raises(ConfigError, match="8 layers, this one has 9"):
-        swap_order(BUNDLED, 9, ("int4",), None)
+        sensitivity(BUNDLED, 9, ("int4",), None)
     with pytest.raises(ConfigError, match="other weights"):
-        swap_order(BUNDLED, 8, ("int4",), lambda: "0" * 64)
+        sensitivity(BUNDLED, 8, ("int4",), lambda: "0" * 64)
 
 
 def test_a_policy_that_there_is_not_is_refused() -> None:

@@ -1,9 +1,10 @@
 """Policies: static, manual and morph, which do not import each other."""
 
 from jaxserve.control.policies.fixed import ManualPolicy, StaticPolicy
-from jaxserve.control.policies.loading import POLICY_NAMES, load_policy, settings_of
+from jaxserve.control.policies.loading import POLICY_NAMES, load_policy, precisions_of
 from jaxserve.control.policies.morph import MorphPolicy
 from jaxserve.control.policies.morph_settings import ACCURACY, INT8, PERFORMANCE, MorphSettings
+from jaxserve.control.policies.quality import QualityLoss
 
 __all__ = [
     "ACCURACY",
@@ -13,7 +14,8 @@ __all__ = [
     "ManualPolicy",
     "MorphPolicy",
     "MorphSettings",
+    "QualityLoss",
     "StaticPolicy",
     "load_policy",
-    "settings_of",
+    "precisions_of",
 ]

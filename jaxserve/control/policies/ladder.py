@@ -8,6 +8,7 @@ from jaxserve.control.plan import BlockPlan, InstancePlan
 from jaxserve.control.policies.morph_settings import MorphSettings
 from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import layer_name
+from jaxserve.core.precision import BITS
 
 Loss = Callable[[Sequence[str]], float]  # precisions of all layers -> rise of the cross-entropy, as a share
 
@@ -17,7 +18,8 @@ class Ladder:
 
     Level k is the plan at the start after the first k changes of a layer's precision, with all slots and the KV pages
     that then fit. First the layers of the swap order change to the settings' `precision`, as many as they allow, and
-    the others to `rest`. Then those in `rest` change to `escalate`, and last all change to `last_resort`.
+    the others to `rest`. Then those in `rest` change to `escalate`, and last all change to `last_resort`. Changes with
+    which the loss of quality would be above `max_quality_loss` are left out.
     """
 
     def __init__(
@@ -28,15 +30,13 @@ class Ladder:
         settings: MorphSettings,
         loss: Loss | None = None,
     ):
-        """`order` has the layers that may change, the least important first. `loss` limits the levels to `max_loss`."""
+        """`order` has the layers that may change, the least important first. `loss` is what `settings` limits."""
         self.initial = initial
         self._resources = resources
-        self._changes = tuple(_changes(initial, resources, [layer_name(layer) for layer in order], settings))
+        self._changes = tuple(_changes(initial, resources, order, settings, loss))
         self._plans: dict[int, InstancePlan] = {0: initial}
         self._capacities: dict[int, Capacity] = {}
         self.top = len(self._changes)
-        while self.top and loss is not None and loss(self.plan(self.top).layer_precisions) > settings.max_loss:
-            self.top -= 1
 
     def plan(self, level: int) -> InstancePlan:
         """Return the plan of a level."""
@@ -79,17 +79,34 @@ class Ladder:
 
 
 def _changes(
-    initial: InstancePlan, resources: Resources, order: Sequence[str], settings: MorphSettings
+    initial: InstancePlan, resources: Resources, order: Sequence[int], settings: MorphSettings, loss: Loss | None
 ) -> Iterator[tuple[str, str]]:
     """Yield (layer, precision) for each change on the ladder. Each one takes fewer bytes than the layer had before."""
-    sizes = {block: resources.bytes_of(block, initial.precision(block)) for block in order}
-    first = {block: settings.precision_at(place, len(initial.layer_precisions)) for place, block in enumerate(order)}
-    stages = [
-        list(first.items()),
-        [(block, settings.second) for block in order if first[block] == settings.rest],
-        [(block, settings.last_resort) for block in order],
-    ]
-    for block, precision in (change for stage in stages for change in stage):
-        if precision and (size := resources.bytes_of(block, precision)) < sizes[block]:
-            sizes[block] = size
-            yield block, precision
+    precisions = list(initial.layer_precisions)
+    for layer, wanted in _wanted_changes(len(precisions), order, settings):
+        block = layer_name(layer)
+        size = resources.bytes_of(block, precisions[layer])
+        for precision in filter(None, wanted):
+            changed = [*precisions[:layer], precision, *precisions[layer + 1 :]]
+            if resources.bytes_of(block, precision) < size and (
+                loss is None or loss(changed) <= settings.max_quality_loss
+            ):
+                precisions = changed
+                yield block, precision
+                break
+
+
+def _wanted_changes(
+    num_layers: int, order: Sequence[int], settings: MorphSettings
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield (layer, precisions) for all changes that the settings name, in order: the first precision that is allowed.
+
+    A layer that may not change to `precision`, because too much quality would be lost, may change to `rest`.
+    """
+    two = bool(settings.rest) and settings.most_layers < 1
+    instead = (settings.rest,) if two and BITS[settings.rest] > BITS[settings.precision] else ()
+    first = {layer: settings.precision_at(place, num_layers) for place, layer in enumerate(order)}
+    for layer, precision in first.items():
+        yield layer, (precision, *instead)
+    yield from ((layer, (settings.second,)) for layer in order if settings.second and first[layer] == settings.rest)
+    yield from ((layer, (settings.last_resort,)) for layer in order)

@@ -1,25 +1,31 @@
-"""Loading of policies: by name, from a YAML file with settings, or from a user's Python file."""
+"""Loading of policies: by name with settings, from a YAML file, or from a user's Python file."""
 
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
+from math import inf
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from jaxserve.control.plan import Plan
 from jaxserve.control.policies.fixed import ManualPolicy, StaticPolicy
 from jaxserve.control.policies.morph import MorphPolicy
 from jaxserve.control.policies.morph_settings import ACCURACY, INT8, PERFORMANCE, MorphSettings
-from jaxserve.control.policy import Policy
+from jaxserve.control.policies.quality import QualityLoss
+from jaxserve.control.policy import Policy, errors_of_policy
 from jaxserve.control.resources import Resources
+from jaxserve.core.block_names import layer_name
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_yaml, read_text
+from jaxserve.core.precision import BITS
 
 MORPH_MODES = {"morph": ACCURACY, "morph-int8": INT8, "morph-performance": PERFORMANCE}
 POLICY_NAMES = ("static", "manual", *MORPH_MODES)
+YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def load_policy(
@@ -27,8 +33,12 @@ def load_policy(
     resources: Resources,
     swap_order: Sequence[int],
     *,
+    settings: Mapping[str, Any] | None = None,
     target: Plan | None = None,
     slo_ttft: float | None = None,
+    slo_tpot: float | None = None,
+    max_quality_loss: float | None = None,
+    loss: QualityLoss | None = None,
 ) -> Policy:
     """Return the policy that `source` names: one of `POLICY_NAMES`, a YAML file, or "FILE.py:NAME".
 
@@ -36,115 +46,202 @@ def load_policy(
     a Python file is called with `resources` and `swap_order`, and returns a policy. The file is executed, so use only
     files that you trust.
 
-    `swap_order` has the layers in the order in which they may lose precision, the least important first. `target` is
-    the manual policy's plan. `slo_ttft` (s) overrides the settings.
+    `swap_order` has the layers in the order in which they may lose precision, the least important first. `settings` are
+    those of a policy that is given by its name. `target` is the manual policy's plan. `slo_ttft` (s), `slo_tpot` (s)
+    and `max_quality_loss` (share of the cross-entropy, of which `loss` is the estimate) override what a mode or a file
+    says, but not `settings`.
 
-    Raise `ConfigError` if `source` or a setting is not valid, or if the user's code raises.
+    Raise `ConfigError` if `source` or a setting is not valid, if layers cannot have the precisions that the policy
+    needs, or if the user's code raises.
     """
-
-    def make(name: str, settings: MorphSettings | None = None) -> Policy:
-        if name == "static":
-            return StaticPolicy()
-        if name == "manual":
-            return ManualPolicy(target)
-        settings = settings or MORPH_MODES[name]
-        if slo_ttft is not None:
-            settings = replace(settings, slo_ttft=slo_ttft)
-        return MorphPolicy(resources, swap_order, settings, name=name)
-
+    given = {"slo_ttft": slo_ttft, "slo_tpot": slo_tpot, "max_quality_loss": max_quality_loss}
+    objectives: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if max_quality_loss is not None and loss is None:
+        raise _no_profile(max_quality_loss)
     text = str(source)
-    if text in POLICY_NAMES:
-        return make(text)
-    file, colon, name = text.rpartition(":")
-    if colon and file.endswith(".py"):
-        return _from_python(Path(file), name, resources, swap_order)
-    if not text.endswith((".yaml", ".yml")):
-        raise ConfigError(
-            f"policy is {text!r}: choose from {', '.join(POLICY_NAMES)}, or give a .yaml file or FILE.py:NAME"
-        )
-    return make(*_from_yaml(Path(text)))
+    if python := _python_source(text):
+        if max_quality_loss is not None:
+            raise ConfigError(f"max_quality_loss has no effect on {text}: choose one of {', '.join(MORPH_MODES)}")
+        policy = _from_python(*python, resources, swap_order)
+        _check_precisions(_declared(policy, f"policy {text}"), resources, swap_order, text)
+        return policy
+    name, chosen = _named(text, settings)
+    if name == "static":
+        return StaticPolicy()
+    if name == "manual":
+        return ManualPolicy(target)
+    assert chosen is not None, "every other policy is a mode of morph"
+    chosen = replace(chosen, **{key: value for key, value in objectives.items() if key not in (settings or {})})
+    if chosen.max_quality_loss < inf:
+        if loss is None:
+            raise _no_profile(chosen.max_quality_loss)
+        loss.check(chosen.precisions)
+    _check_precisions(chosen.precisions, resources, swap_order, text, changed=settings is not None)
+    return MorphPolicy(resources, swap_order, chosen, name=name, loss=loss)
 
 
-def settings_of(source: str | Path) -> MorphSettings | None:
-    """Return the settings of a morph policy, given by its name or YAML file; None for other policies.
+def precisions_of(source: str | Path) -> tuple[str, ...] | None:
+    """Return the precisions that a policy needs besides those of the start; None if it does not say.
 
-    Raise `ConfigError` if the YAML file is not valid.
+    A policy of a Python file says it by an attribute `precisions` of what the file defines. A subclass of `MorphPolicy`
+    needs by default what accuracy mode does.
+
+    Raise `ConfigError` if `source` is not valid.
     """
     text = str(source)
-    if text.endswith((".yaml", ".yml")):
-        _, settings = _from_yaml(Path(text))
-        return settings
-    return MORPH_MODES.get(text)
+    if python := _python_source(text):
+        path, name = python
+        made = _defined(path, name)
+        if inspect.isclass(made) and isinstance(inspect.getattr_static(made, "precisions", None), property):
+            return ACCURACY.precisions if issubclass(made, MorphPolicy) else None
+        return _declared(made, f"policy {text}") or None
+    _, settings = _named(text, None)
+    return None if settings is None else settings.precisions
 
 
-def _from_yaml(path: Path) -> tuple[str, MorphSettings | None]:
-    """Return the name of the policy in a YAML file, and its settings (None unless it is a morph policy)."""
+def read_policy_file(path: Path) -> dict[str, Any]:
+    """Return the keys of a YAML file: `policy`, one of `POLICY_NAMES`, and `settings`, a mapping or None.
+
+    Raise `ConfigError` that names the file if it is not valid.
+    """
     value = parse_yaml(read_text(path), f"policy {path}")
     if not isinstance(value, dict) or value.get("policy") not in POLICY_NAMES or value.keys() - {"policy", "settings"}:
         raise ConfigError(
             f"policy {path}: it must have the key policy, which is one of {', '.join(POLICY_NAMES)}, "
             "and may have the key settings"
         )
-    name, settings = value["policy"], value.get("settings") or {}
-    if name in MORPH_MODES:
-        return name, _settings(path, MORPH_MODES[name], settings)
-    if settings:
-        raise ConfigError(f"policy {path}: {name} has no settings")
-    return name, None
+    return {"policy": value["policy"], "settings": value.get("settings")}
 
 
-def _settings(path: Path, defaults: MorphSettings, given: Any) -> MorphSettings:
-    """Return the default settings, changed by those given in a file."""
+# -- policies by name
+
+
+def _named(source: str, settings: Mapping[str, Any] | None) -> tuple[str, MorphSettings | None]:
+    """Return a policy's name and its settings, which are None for a policy without settings."""
+    if source in POLICY_NAMES:
+        return source, _settings(f"policy {source}", source, settings)
+    if not source.endswith(YAML_SUFFIXES):
+        raise ConfigError(
+            f"policy is {source!r}: choose from {', '.join(POLICY_NAMES)}, or give a .yaml file or FILE.py:NAME"
+        )
+    value = read_policy_file(Path(source))
+    return value["policy"], _settings(f"policy {source}", value["policy"], value["settings"])
+
+
+def _settings(where: str, name: str, given: Any) -> MorphSettings | None:
+    """Return a mode's settings, changed by those that are given. None as a value means infinity, i.e. no limit."""
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where}: settings is {given!r}: it must be a mapping of names to values")
+    if name not in MORPH_MODES:
+        if given:
+            raise ConfigError(f"{where}: {name} has no settings")
+        return None
+    defaults = MORPH_MODES[name]
     known = {field.name: type(getattr(defaults, field.name)) for field in fields(defaults)}
-    if not isinstance(given, dict):
-        raise ConfigError(f"policy {path}: settings is {given!r}: it must be a mapping of names to values")
-    for name, value in given.items():
-        if name not in known:
-            raise ConfigError(f"policy {path}: unknown setting {name!r}: choose from {', '.join(known)}")
-        kinds = (int, float) if known[name] is float else known[name]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and known[name] is not bool):
-            raise ConfigError(f"policy {path}: settings.{name} is {value!r}: it must be of type {known[name].__name__}")
-    return replace(defaults, **given)
+    changes: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f"{where}: unknown setting {key!r}: choose from {', '.join(known)}")
+        value = inf if value is None and known[key] is float else value
+        kinds = (int, float) if known[key] is float else (known[key],)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and known[key] is not bool):
+            raise ConfigError(f"{where}: settings.{key} is {value!r}: it must be of type {known[key].__name__}")
+        changes[key] = value
+    try:
+        return replace(defaults, **changes)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _check_precisions(
+    needed: Sequence[str], resources: Resources, swap_order: Sequence[int], policy: str, *, changed: bool = False
+) -> None:
+    """Raise `ConfigError` if a layer cannot have a precision that a policy needs, with settings that are `changed`."""
+    ready = [set(resources.precisions(layer_name(layer))) for layer in swap_order]
+    missing = [precision for precision in needed if any(precision not in known for known in ready)]
+    if missing:
+        variants = " ".join(f"--variant {precision}" for precision in missing)
+        advice = variants if changed else f"--policy {policy}, or with {variants}"
+        raise ConfigError(
+            f"policy {policy} changes layers to {', '.join(needed)}, but the engine was started without "
+            f"{', '.join(missing)}: start it with {advice}"
+        )
+
+
+def _no_profile(share: float) -> ConfigError:
+    return ConfigError(
+        f"max_quality_loss is {share:g}, but without a sensitivity profile in the model's folder no loss is known: "
+        "make one with `jaxserve profile MODEL --calib TEXT`"
+    )
+
+
+# -- policies of a user's own
+
+
+def _python_source(source: str) -> tuple[Path, str] | None:
+    """Return the file and the name of "FILE.py:NAME", or None for other sources."""
+    file, colon, name = source.rpartition(":")
+    return (Path(file), name) if colon and file.endswith(".py") else None
 
 
 def _from_python(path: Path, name: str, resources: Resources, swap_order: Sequence[int]) -> Policy:
-    spec = importlib.util.spec_from_file_location(f"jaxserve_policy_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigError(f"policy {path}: the file does not exist")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look up the module that defines them.
-    sys.modules[spec.name] = module
-    with _errors_as_config_errors(f"policy {path}"):
-        spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        raise ConfigError(f"policy {path}: the file defines no {name}")
-    with _errors_as_config_errors(f"policy {path}: {name}(resources, swap_order)"):
-        policy: Policy = getattr(module, name)(resources, swap_order)
+    made = _defined(path, name)
+    with errors_of_policy(f"policy {path}: {name}(resources, swap_order)"):
+        policy: Policy = made(resources, swap_order)
     _check_protocol(policy, f"policy {path}: what {name} returns")
     return policy
 
 
-@contextmanager
-def _errors_as_config_errors(what: str) -> Iterator[None]:
-    """Turn every error of a user's code into a `ConfigError` that says `what` raised it."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{what} raised {type(error).__name__}: {error}") from error
+def _defined(path: Path, name: str) -> Any:
+    """Return what a Python file defines under a name."""
+    if not path.is_file():
+        raise ConfigError(f"policy {path}: the file does not exist")
+    module = _module(path, path.stat().st_mtime_ns)
+    if not hasattr(module, name):
+        raise ConfigError(f"policy {path}: the file defines no {name}")
+    return getattr(module, name)
+
+
+@lru_cache(maxsize=8)
+def _module(path: Path, modified: int) -> ModuleType:
+    """Return a file as a module. It runs once, however often a policy of it is made, until it is `modified`."""
+    spec = importlib.util.spec_from_file_location(f"jaxserve_policy_{path.stem}", path)
+    assert spec is not None, "the file's name ends with .py"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look up the module that defines them.
+    sys.modules[spec.name] = module
+    with errors_of_policy(f"policy {path}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _declared(policy: object, what: str) -> tuple[str, ...]:
+    """Return the attribute `precisions`, () if there is none. Raise `ConfigError` if it does not name precisions."""
+    with errors_of_policy(f"{what}: precisions"):
+        value = getattr(policy, "precisions", ())
+    if not isinstance(value, tuple | list) or not all(isinstance(name, str) and name in BITS for name in value):
+        raise ConfigError(f'{what}: precisions is {value!r}: it must be a tuple of {", ".join(BITS)}, as ("int8",)')
+    return tuple(value)
 
 
 def _check_protocol(policy: object, what: str) -> None:
     """Raise `ConfigError` if an object does not implement `Policy`."""
     if not isinstance(getattr(policy, "name", None), str):
         raise ConfigError(f"{what} has no `name` that is a string: a policy has name, init and update")
-    for method, arguments in (("init", (None,)), ("update", (None,) * 3)):
+    for method, names in (("init", ("plan",)), ("update", ("snapshot", "plan", "state"))):
         function = getattr(policy, method, None)
         if not callable(function):
             raise ConfigError(f"{what} has no method {method}: a policy has name, init and update")
+        wanted = f"{what} has a method {method} that cannot be called with ({', '.join(names)})"
         try:
-            inspect.signature(function).bind(*arguments)
+            signature = inspect.signature(function)
+            signature.bind(*names)
         except TypeError as error:
-            wanted = {"init": "(plan)", "update": "(snapshot, plan, state)"}[method]
-            raise ConfigError(f"{what} has a method {method} that cannot be called with {wanted}: {error}") from error
+            raise ConfigError(f"{wanted}: {error}") from error
+        if next(iter(signature.parameters)) == "snapshots":
+            raise ConfigError(
+                f"{wanted}: its first parameter is `snapshots`, those of all instances, but a policy decides for one "
+                "instance now: it gets the snapshot and the plan of that instance"
+            )

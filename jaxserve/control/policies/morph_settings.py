@@ -32,7 +32,8 @@ class MorphSettings:
     rest: str = "int8"  # precision that the other layers may change to after these; "" if they do not change
     escalate: str = "int4"  # precision that layers in `rest` may go on to while pressure stays; "" if they do not
     last_resort: str = ""  # precision that all layers may go on to after that; "" if they do not
-    max_loss: float = inf  # largest rise of the cross-entropy that the profile expects, as a share of full precision's
+    # Floor of quality: largest rise of the cross-entropy that the profile expects, as a share of full precision's.
+    max_quality_loss: float = inf
 
     # Benefit: what a change must be estimated to gain.
     min_gain: float = 1.07  # factor by which the last waiting sequence must be expected to start sooner
@@ -96,7 +97,7 @@ class MorphSettings:
         for name in ("entry_layers", "urgent_layers", "relapse_rise", "min_gain"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         times = ("entry_hold", "entry_interval", "release_quiet", "release_waiting", "release_horizon")
-        for name in (*times, "max_loss", "release_interval", "relapse", "relapse_memory"):
+        for name in (*times, "max_quality_loss", "release_interval", "relapse", "relapse_memory"):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         # JSON, which shows the objective, has no infinity. With an infinite `entry_hold` layers would never change, and
         # with an infinite `release_horizon` a trend would have no meaning.
