@@ -30,6 +30,8 @@ LAYERS = re.compile(r"layers\.(\d{1,9})-(\d{1,9})")
 # Blocks in an instance and in a plan, so that a typing error cannot fill the memory.
 MAX_BLOCKS = 10_000
 MAX_PLAN_BLOCKS = 200_000
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C where PyYAML has it, which is much faster
+MAX_RANGES = 8  # of numbers in a cell of a table
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 def to_yaml(plan: Plan) -> str:
     """Return a plan as YAML, which `from_yaml` reads."""
-    return yaml.safe_dump(to_dict(plan), sort_keys=False)
+    return yaml.dump(to_dict(plan), Dumper=DUMPER, sort_keys=False)
 
 
 def from_yaml(text: str) -> Plan:
@@ -63,14 +65,23 @@ def from_yaml(text: str) -> Plan:
 
 
 def plan_table(plan: Plan) -> str:
-    """Return a plan as a table for a terminal. Adjacent layers of one precision are one row."""
-    rows = [("instance", "stage", "devices", "KV pages", "blocks", "precision")]
-    for instance in plan.instances:
-        for stage_index, stage in enumerate(instance.stages):
-            where = (instance.name, str(stage_index), _range(stage.devices), str(stage.kv_pages))
+    """Return a plan as a table for a terminal. Adjacent layers of one precision are one row.
+
+    Instances that differ in names and devices only are shown as one. A column for the limit on the sequences that run
+    at once is there if an instance has one.
+    """
+    limited = any(instance.max_num_seqs is not None for instance in plan.instances)
+    rows = [("instance", *(["sequences"] if limited else []), "stage", "devices", "KV pages", "blocks", "precision")]
+    for alike in _alike(plan.instances):
+        first = alike[0]
+        limit = [str(first.max_num_seqs or "-")] if limited else []
+        names = [_names([instance.name for instance in alike]), *limit]
+        for index, stage in enumerate(first.stages):
+            devices = [device for instance in alike for device in instance.stages[index].devices]
+            where = [*names, str(index), _ranges(devices), str(stage.kv_pages)]
             for blocks, precision in _runs(stage.blocks):
                 rows.append((*where, blocks, precision))
-                where = ("", "", "", "")
+                where = [""] * len(where)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join((f"plan {plan.version}", *lines))
@@ -104,11 +115,33 @@ def _runs(blocks: Sequence[BlockPlan]) -> list[tuple[str, str]]:
     return runs
 
 
-def _range(numbers: Sequence[int]) -> str:
-    """Return numbers as text, shortened to a range such as "4-7" if they are consecutive."""
-    if len(numbers) > 1 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{numbers[0]}-{numbers[-1]}"
-    return ",".join(map(str, numbers))
+def _alike(instances: Sequence[InstancePlan]) -> list[list[InstancePlan]]:
+    """Return instances in groups of those that differ in names and devices only, in the order of their first ones."""
+    groups: dict[Any, list[InstancePlan]] = {}
+    for instance in instances:
+        stages = tuple((stage.blocks, stage.kv_pages) for stage in instance.stages)
+        groups.setdefault((stages, instance.max_num_seqs), []).append(instance)
+    return list(groups.values())
+
+
+def _names(names: Sequence[str]) -> str:
+    """Return names of instances as text, with ranges if all are numbers."""
+    if all(name.isdecimal() for name in names):
+        return _ranges([int(name) for name in names])
+    return ",".join(names[:MAX_RANGES]) + _more(len(names) - MAX_RANGES)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return numbers as text in which consecutive ones are a range, such as "0-3,6", and the last may be left out."""
+    runs = [
+        [number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda entry: entry[1] - entry[0])
+    ]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ",".join(texts[:MAX_RANGES]) + _more(sum(map(len, runs[MAX_RANGES:])))
+
+
+def _more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""
 
 
 # -- reading
