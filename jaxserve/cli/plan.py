@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -62,19 +62,21 @@ def change(
     policy: Annotated[
         str | None,
         typer.Option(
-            help="Policy that decides from now on: a built-in name, or the file that the server was started with.",
+            help="Policy that decides from now on: a built-in name, a YAML file with settings, which is read here, or "
+            "the FILE.py:NAME that the server was started with.",
             show_default=False,
         ),
     ] = None,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Change a running server to a plan of your own, or to another policy."""
+    """Change a running server to a plan of your own, or to another policy or other settings."""
     if (file is None) == (policy is None):
         raise ConfigError("give either a FILE with a plan or --policy NAME")
     text = None if file is None else _read(file)
+    body = None if policy is None else _policy(policy)
     with _client(url, admin_key) as client:
-        now = client.set_policy(str(policy)) if text is None else client.set_plan(text)
+        now = client.set_policy(body) if body is not None else client.set_plan(str(text))
     typer.echo(f"accepted: from plan {now['plan_version']} on, the policy {now['policy']} decides")
 
 
@@ -113,6 +115,13 @@ def _client(url: str, admin_key: str | None) -> "PlanClient":
     from jaxserve.cli.plan_client import PlanClient
 
     return PlanClient(url, admin_key)
+
+
+def _policy(source: str) -> dict[str, Any]:
+    """Return the request for a policy: a YAML file's contents, or just the name."""
+    from jaxserve.control.policies.loading import YAML_SUFFIXES, read_policy_file
+
+    return read_policy_file(Path(source)) if source.endswith(YAML_SUFFIXES) else {"policy": source}
 
 
 def _read(file: Path) -> str:

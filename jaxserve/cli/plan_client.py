@@ -1,7 +1,8 @@
 """An HTTP client of the routes for operators of a running server."""
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -63,9 +64,15 @@ class PlanClient:
         content = text.encode()
         return _mapping(self._request("PUT", "/admin/plan", content=content, headers={"content-type": YAML}))
 
-    def set_policy(self, name: str) -> dict[str, Any]:
-        """Set the policy that decides from now on, and return the server's status."""
-        return _mapping(self._request("PUT", "/admin/policy", json={"policy": name}))
+    def set_policy(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Set the policy that decides from now on, and return the server's status.
+
+        `body` has the name as `policy`, and may have `settings`. Infinity is sent as null, as JSON has no infinity.
+        """
+        settings = body.get("settings")
+        if isinstance(settings, Mapping):
+            settings = {name: None if value == math.inf else value for name, value in settings.items()}
+        return _mapping(self._request("PUT", "/admin/policy", json={"policy": body["policy"], "settings": settings}))
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the dashboard's events until the server ends them."""

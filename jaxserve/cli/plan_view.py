@@ -12,6 +12,7 @@ from rich.text import Text
 from jaxserve.control.plan_yaml import from_yaml, plan_table
 
 SHOWN_DECISIONS = 8
+SHOWN_INSTANCES = 8
 BAR_WIDTH = 40  # characters
 # The smallest number of bits of a weight, a block whose height shows the bits, and a colour.
 BLOCKS = ((16, "█", "blue"), (8, "▅", "cyan"), (4, "▃", "yellow"), (0, "▂", "magenta"))
@@ -56,8 +57,7 @@ class LiveView:
     def line(self) -> str:
         """Return the state in one line, for a file or a pipe."""
         status = self._event["status"]
-        counts = Counter(layer["precision"] for instance in status["layers"] for layer in instance)
-        layers = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+        layers = ", ".join(f"{name} {count}" for name, count in sorted(status["precisions"].items()))
         plan = f"plan {status['plan_version']}"
         figures = (f"{name} {value}" for name, value in self._figures())
         return "  ".join((time.strftime("%H:%M:%S"), plan, status["policy"], _state(status), layers, *figures))
@@ -68,24 +68,23 @@ class LiveView:
         figures = Table.grid(padding=(0, 2))
         for name, value in self._figures():
             figures.add_row(Text(name, style="dim"), value)
-        parts: list[RenderableType] = [_headline(status), "", *_layer_lines(status["layers"]), ""]
+        parts: list[RenderableType] = [_headline(status), "", *_layer_lines(status), ""]
         if self._sample:
             parts += [_memory_bar(self._sample), ""]
         shown = self._decisions[-SHOWN_DECISIONS:]
         return Group(*parts, figures, "", decision_table(shown, time.time() - status["time"]))
 
     def _figures(self) -> list[tuple[str, str]]:
-        sample, slo = self._sample, self._event["status"].get("slo_ttft")
+        sample, status = self._sample, self._event["status"]
         if not sample:
             return []
         cache = sample["kv_used_bytes"] + sample["kv_free_bytes"]
-        limit = "" if slo is None else f" (SLO {slo:g} s)"
         return [
             ("KV", f"{sample['kv_usage'] * 100:.0f} % of {size_text(cache)}"),
             ("running", str(sample["running"])),
             ("waiting", str(sample["waiting"])),
-            ("TTFT P95", seconds_text(sample["ttft_p95"]) + limit),
-            ("TPOT", seconds_text(sample["tpot"])),
+            ("TTFT P95", seconds_text(sample["ttft_p95"]) + _objective(status.get("slo_ttft"))),
+            ("TPOT", seconds_text(sample["tpot"]) + _objective(status.get("slo_tpot"))),
         ]
 
 
@@ -156,10 +155,15 @@ def _block_of(precision: str) -> tuple[str, str]:
     return next((block, colour) for min_bits, block, colour in BLOCKS if bits >= min_bits)
 
 
-def _layer_lines(instances: Sequence[Sequence[Fields]]) -> list[Text]:
-    """Return a line for each instance, with a block for each layer and a legend."""
+def _objective(slo: float | None) -> str:
+    return "" if slo is None else f" (SLO {slo:g} s)"
+
+
+def _layer_lines(status: Fields) -> list[Text]:
+    """Return a line for each of the instances that fit on a screen, with a block for each layer and a legend."""
     lines = []
-    for layers in instances:
+    shown = status["layers"][:SHOWN_INSTANCES]
+    for layers in shown:
         line = Text.assemble(("layers ", "dim"))
         for layer in layers:
             line.append(*_block_of(layer["precision"]))
@@ -168,6 +172,9 @@ def _layer_lines(instances: Sequence[Sequence[Fields]]) -> list[Text]:
             block, colour = _block_of(name)
             line.append(f"  {block} ", colour).append(f"{name} {count}")
         lines.append(line)
+    if (left := status["num_instances"] - len(shown)) > 0:
+        layers = ", ".join(f"{name} {count}" for name, count in status["precisions"].items())
+        lines.append(Text(f"and {left} more instances; layers of all: {layers}", "dim"))
     return lines
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxserve.control.diff import check_instances, diff
 from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
-from jaxserve.control.policy import Policy
+from jaxserve.control.policy import Policy, errors_of_policy
 from jaxserve.control.record import Decision, HistorySample, sample
 from jaxserve.control.resources import Resources, validate, validate_instance
 from jaxserve.control.transitions import Actuator, Transition
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 DECISIONS = 1000  # latest decisions that are remembered
 HISTORY = 15 * 60  # latest samples that are remembered
 HISTORY_INTERVAL = 1.0  # s between two samples
+MAX_NOTES = 4  # notes of instances in the note about all
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Controller:
         """Control the instances of the plan in force, to which policies return. `actuators` are by instance.
 
         `tick` is the interval between decisions in seconds, and `window` the seconds over which snapshots are smoothed.
+        Raise `ConfigError` if the policy cannot begin.
         """
         self.interval = tick
         self.policy = policy
@@ -77,6 +79,7 @@ class Controller:
         self._numbers = count()
         self._lock = threading.RLock()
         self._due = self._sample_due = float("-inf")
+        self._turn: object | None = None  # of the tick that may change something
         backoff = Backoff() if backoff is None else backoff
         self._instances = {
             instance.name: InstanceController(
@@ -130,19 +133,30 @@ class Controller:
     def note(self) -> str:
         """The notes of all instances as one text."""
         several = len(self._instances) > 1
-        return "; ".join(f"instance {name}: {note}" if several else note for name, note in self.notes.items())
+        notes = [f"instance {name}: {note}" if several else note for name, note in self.notes.items()]
+        left = [f"{len(notes) - MAX_NOTES} more"] if len(notes) > MAX_NOTES else []
+        return "; ".join([*notes[:MAX_NOTES], *left])
 
     def set_policy(self, policy: Policy) -> None:
-        """Let another policy decide from the next tick on. Transitions that have been started are finished."""
+        """Let another policy decide from the next tick on.
+
+        It goes on from the plan in force, and transitions that have been started are finished. A tick in another thread
+        whose policy does not answer changes nothing any more, so that a new thread may tick. Raise `ConfigError`, with
+        nothing changed, if the policy cannot begin.
+        """
+        states = {name: instance.first_state(policy) for name, instance in self._instances.items()}
         with self._lock:
-            self.policy = policy
-            for instance in self._instances.values():
-                instance.set_policy(policy)
+            self.policy, self._turn = policy, None
+            for name, instance in self._instances.items():
+                instance.set_policy(policy, states[name])
 
     def change_policy(self, now: float, policy: Policy, change: str) -> None:
-        """Let an operator set another policy, and record this as a decision without transitions."""
+        """Let an operator set another policy, and record this as a decision without transitions.
+
+        Raise `ConfigError`, with nothing changed, if the policy cannot begin.
+        """
+        self.set_policy(policy)
         with self._lock:
-            self.set_policy(policy)
             version = self._in_force.version
             self._record(Decision(now, policy.name, f"by the operator: {change}", version, version, (), "done"))
 
@@ -176,13 +190,23 @@ class Controller:
         if now < self._due:
             return
         self._due = now + self.interval
+        self._turn = turn = object()
         for name, instance in self._instances.items():
             instance.tick(now, snapshots[name])
+            if self._turn is not turn:  # the policy was changed while it was asked
+                return
         if now >= self._sample_due:
             self._sample_due = now + HISTORY_INTERVAL
             seen = {name: instance.seen for name, instance in self._instances.items()}
             with self._lock:
                 self.history.append(sample(now, self.plan, seen, self._resources))
+
+    def stop(self) -> None:
+        """Let no tick change anything from now on. A tick may still wait for its policy in another thread."""
+        with self._lock:
+            self._turn = None
+            for instance in self._instances.values():
+                instance.stop()
 
     def _record(self, decision: Decision, number: int | None = None) -> int:
         """Log a decision and keep it, in the place of the one with a number if that is given. Return its number."""
@@ -220,19 +244,29 @@ class InstanceController:
         self._actuator, self._smoother, self._backoff = actuator, smoother, backoff
         self._record, self._lock = record, lock
         self.seen = Snapshot()  # smoothed, at the latest tick
+        self._asked: object | None = None  # stands for the question that the policy may still answer
         self._pending: list[Transition] = []  # started, but not ended
         self._state_when_done: Any = None  # the policy's next state, if the pending transitions succeed
         self._open: tuple[int, Decision] | None = None  # the decision that is being carried out, and its number
         self.target: InstancePlan | None = None
         """The plan that is being carried out, or None."""
-        self.set_policy(policy)
+        self.set_policy(policy, self.first_state(policy))
 
-    def set_policy(self, policy: Policy) -> None:
-        """Let another policy decide from the next tick on."""
-        self._policy = policy
-        self._state = self._state_when_done = policy.init(self._start)
+    def first_state(self, policy: Policy) -> Any:
+        """Return a policy's first state. Raise `ConfigError` if the policy raises."""
+        with errors_of_policy(f"policy {policy.name}: init"):
+            return policy.init(self._start)
+
+    def set_policy(self, policy: Policy, state: Any) -> None:
+        """Let another policy decide from the next tick on, beginning with its first state."""
+        self._policy, self._asked = policy, None
+        self._state = self._state_when_done = state
         self.note = ""  # why the policy keeps the plan
         self.failures = Failures()
+
+    def stop(self) -> None:
+        """Adopt no answer any more of a policy that has been asked."""
+        self._asked = None
 
     def tick(self, now: float, snapshot: Snapshot) -> None:
         """Take the outcomes of transitions, and ask the policy if none is under way and no failure was too recent."""
@@ -253,6 +287,7 @@ class InstanceController:
         the lock, because it may take long. Its answer counts only if it has not been replaced meanwhile.
         """
         policy, plan = self._policy, self._in_force.instance(self._start.name)
+        self._asked = asked = object()
         reason, wanted, error = "the policy failed", plan, ""
         transitions: tuple[Transition, ...] = ()
         try:
@@ -267,7 +302,7 @@ class InstanceController:
             log.exception("policy %s failed; the plan of instance %s stays", policy.name, plan.name)
             error, wanted = f"{type(failure).__name__}: {failure}", plan
         with self._lock:
-            if policy is not self._policy:
+            if asked is not self._asked:
                 return
             if error:
                 self._reject(now, reason, error)

@@ -1,13 +1,16 @@
 """The control plane, which runs an engine's controller in a thread and serves operators' requests about the plan."""
 
 import logging
+import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from jaxserve.control.controller import Controller
 from jaxserve.control.ledger import DeviceLedgers
+from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.plan_yaml import from_yaml, to_dict, to_yaml
 from jaxserve.control.policy import Policy
 from jaxserve.control.resources import Resources
@@ -17,6 +20,9 @@ from jaxserve.core.errors import ConfigError, RequestError
 from jaxserve.telemetry import Snapshot, combine
 
 log = logging.getLogger(__name__)
+
+PATIENCE = 1.0  # s that a policy may take to answer until nobody waits for it any more
+MAX_SHOWN_INSTANCES = 16  # whose layers the status lists
 
 
 class ControlPlane:
@@ -36,32 +42,37 @@ class ControlPlane:
     ):
         """`snapshots()` returns the latest snapshot of each instance by its name.
 
-        `load_policy(name)` returns a policy of `policy_names`, and takes a plan as `target` for "manual".
-        `started_with` is the name or the file of the controller's present policy. That policy can be set again by the
-        same text, so that no request over HTTP makes the engine read or run a file.
+        `load_policy(name)` returns a policy of `policy_names`. It takes `settings`, and a plan as `target` for
+        "manual". `started_with` is the name or the file of the controller's present policy. That policy can be set
+        again by the same text, so that no request over HTTP makes the engine read or run a file.
         """
         self._controller, self._resources, self._ledgers, self._clock = controller, resources, ledgers, clock
         self._snapshots = snapshots
         self._max_pages = sum(resources.max_capacity(instance) - 1 for instance in controller.plan.instances)
-        self._policy_names = tuple(dict.fromkeys((*policy_names, started_with)))
+        self._built_in = tuple(policy_names)
+        self._policy_names = tuple(dict.fromkeys((*self._built_in, started_with)))
         self._load_policy, self._first = load_policy, (started_with, controller.policy)
         self._policy_name = started_with  # as it was given
         self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="jaxserve-control", daemon=True)
-        self._thread.start()
+        self._closed = False
+        self._ticker = self._new_ticker()
 
     def close(self) -> None:
-        """End the thread. The caller closes the actuator. May be called several times."""
-        self._closing.set()
-        self._thread.join()
+        """End the thread. The caller closes the actuator. May be called several times.
 
-    def _run(self) -> None:
-        while not self._closing.wait(self._controller.interval):
-            try:
-                self._controller.tick(self._clock.now(), self._snapshots())
-            except Exception:
-                log.exception("the control plane failed; the plan in force stays")
+        A policy that does not answer is left behind in its thread, and its answer changes nothing.
+        """
+        with self._lock:
+            self._closed = True
+            if not self._ticker.stop():
+                self._controller.stop()
+                log.warning("the policy %s does not answer; the control plane ends without it", self._policy_name)
+
+    def _new_ticker(self) -> "_Ticker":
+        def tick() -> None:
+            self._controller.tick(self._clock.now(), self._snapshots())
+
+        return _Ticker(tick, self._controller.interval, self._clock)
 
     # -- what operators see
 
@@ -74,7 +85,9 @@ class ControlPlane:
     def status(self) -> dict[str, Any]:
         controller, snapshot = self._controller, combine(list(self._snapshots().values()))
         plan, target, fullest = controller.plan, controller.target, self._ledgers.fullest
-        layers = [[asdict(b) for b in i.blocks if is_layer(b.block)] for i in plan.instances]
+        shown = _shown(plan)
+        layers = [[asdict(b) for b in i.blocks if is_layer(b.block)] for i in shown]
+        precisions = Counter(precision for i in plan.instances for precision in i.layer_precisions)
         pages = sum(instance.kv_pages - 1 for instance in plan.instances)
         return {
             "time": self._clock.now(),
@@ -83,18 +96,32 @@ class ControlPlane:
             "plan_version": plan.version,
             "target_version": None if target is None else target.version,
             "busy": controller.busy,
-            "note": controller.note,
+            "note": self._note(),
             "budget": fullest.budget,
             "ledger": dict(fullest.entries),
             "devices": [{"device": device, "used": ledger.used} for device, ledger in self._ledgers.items()],
+            "num_instances": len(plan.instances),
+            "instances": [instance.name for instance in shown],
             "layers": layers,
+            "precisions": dict(precisions),
             "kv_pages": {
                 "used": snapshot.kv_pages_used,
                 "total": pages,
                 "most": self._max_pages,
             },
             "snapshot": _plain(snapshot),
-            "slo_ttft": getattr(controller.policy, "slo_ttft", None),
+            **_objectives(controller.policy),
+        }
+
+    def policy_in_force(self) -> dict[str, Any]:
+        policy = self._controller.policy
+        settings = getattr(policy, "settings", None)
+        known = asdict(settings) if is_dataclass(settings) and not isinstance(settings, type) else {}
+        return {
+            "policy": policy.name,
+            "source": self._policy_name,
+            "settings": {name: None if value == math.inf else value for name, value in known.items()},
+            "objectives": _objectives(policy),
         }
 
     def decisions(self, limit: int) -> list[dict[str, Any]]:
@@ -113,32 +140,104 @@ class ControlPlane:
 
     # -- what operators change
 
-    def set_policy(self, name: str) -> None:
+    def set_policy(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
         shown = name[:100]
         if name not in self._policy_names:
             names = ", ".join(self._policy_names)
             raise RequestError(f"unknown policy {shown!r}: choose from {names}", field="policy", value=shown)
+        if settings is not None and name not in self._built_in:
+            names = ", ".join(self._built_in)
+            raise RequestError(f"{shown!r} takes no settings: choose from {names}", field="settings")
         first_name, first = self._first
+        if settings is None and name == first_name:
+            self._change(first, name, name)
+            return
         try:
-            policy = first if name == first_name else self._load_policy(name)
-        except ConfigError as error:  # e.g. no variants to change to
-            raise RequestError(str(error), field="policy", value=shown) from error
-        with self._lock:
-            self._change(policy, name, "")
+            policy = self._load_policy(name, settings=settings)
+        except ConfigError as error:  # e.g. a setting that is out of range, or no variants to change to
+            fault = ("policy", shown) if settings is None else ("settings", None)
+            raise RequestError(str(error), field=fault[0], value=fault[1]) from error
+        given = ", ".join(f"{key} {'none' if value is None else value}" for key, value in (settings or {}).items())
+        self._change(policy, name, f"{name} with {given}" if given else name)
 
     def set_plan(self, yaml_text: str) -> None:
         try:
             plan = from_yaml(yaml_text)
         except ConfigError as error:
             raise RequestError(str(error), field="plan") from error
-        with self._lock:
-            self._controller.check(plan)
-            self._change(self._load_policy("manual", target=plan), "manual", "a plan, ")
+        self._change(self._load_policy("manual", target=plan), "manual", "manual", plan)
 
-    def _change(self, policy: Policy, name: str, what: str) -> None:
-        """Set another policy and record it. Call with the lock held."""
-        self._controller.change_policy(self._clock.now(), policy, f"{what}policy {self._policy_name} -> {name}")
-        self._policy_name = name
+    def _change(self, policy: Policy, name: str, described: str, plan: Plan | None = None) -> None:
+        """Set another policy, or a plan with the policy that keeps it, and record it.
+
+        Each policy has a thread of its own, so that one that never answers does not keep the next one from being asked.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            if plan is not None:
+                self._controller.check(plan)
+            change = f"{'' if plan is None else 'a plan, '}policy {self._policy_name} -> {described}"
+            try:
+                self._controller.change_policy(self._clock.now(), policy, change)
+            except ConfigError as error:
+                raise RequestError(str(error), field="policy") from error
+            if not self._ticker.stop():
+                log.warning("the policy %s does not answer; it is left behind", self._policy_name)
+            self._policy_name = name
+            self._ticker = self._new_ticker()
+
+    def _note(self) -> str:
+        """Return what the policy waits for, or for how long it has not answered."""
+        if (seconds := self._ticker.seconds) > PATIENCE:
+            return f"the policy {self._policy_name} has not answered for {seconds:.0f} s"
+        return self._controller.note
+
+
+class _Ticker(threading.Thread):
+    """A thread that calls a function at an interval until it is stopped."""
+
+    def __init__(self, tick: Callable[[], None], interval: float, clock: Clock):
+        super().__init__(name="jaxserve-control", daemon=True)
+        self._tick, self._interval, self._clock = tick, interval, clock
+        self._stopping = threading.Event()
+        self._began: float | None = None  # of the call under way
+        self.start()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that the call under way has taken; 0 if there is none."""
+        began = self._began
+        return 0.0 if began is None else self._clock.now() - began
+
+    def stop(self) -> bool:
+        """Let no further call begin, and return whether the last one has ended within `PATIENCE`."""
+        self._stopping.set()
+        self.join(PATIENCE)
+        return not self.is_alive()
+
+    def run(self) -> None:
+        while not self._stopping.wait(self._interval):
+            self._began = self._clock.now()
+            try:
+                self._tick()
+            except Exception:
+                log.exception("the control plane failed; the plan in force stays")
+            self._began = None
+
+
+def _objectives(policy: Policy) -> dict[str, float | None]:
+    """Return the objectives of a policy by name; None for one that it does not have."""
+    return {name: getattr(policy, name, None) for name in ("slo_ttft", "slo_tpot", "max_quality_loss")}
+
+
+def _shown(plan: Plan) -> Sequence[InstancePlan]:
+    """Return the instances whose layers are shown, in order: if not all, then rather those that differ from most."""
+    if len(plan.instances) <= MAX_SHOWN_INSTANCES:
+        return plan.instances
+    ((usual, _),) = Counter(instance.layer_precisions for instance in plan.instances).most_common(1)
+    by_difference = sorted(enumerate(plan.instances), key=lambda each: each[1].layer_precisions == usual)
+    return [instance for _, instance in sorted(by_difference[:MAX_SHOWN_INSTANCES], key=lambda each: each[0])]
 
 
 def _plain(snapshot: Snapshot) -> Mapping[str, Any]:

@@ -13,8 +13,8 @@ from jaxserve.telemetry.snapshot import Snapshot
 class ControlClient(Protocol):
     """The interface that shows and changes the plan of a running engine.
 
-    It is called from the asyncio loop, so no method blocks. Results are plain data for JSON, with bytes and seconds as
-    numbers. All times are seconds of the clock that `status()["time"]` shows.
+    Methods that return something are called from the asyncio loop and do not block. Results are plain data for JSON,
+    with bytes and seconds as numbers. All times are seconds of the clock that `status()["time"]` shows.
     """
 
     def plan_yaml(self) -> str:
@@ -35,10 +35,21 @@ class ControlClient(Protocol):
         - `note`: the condition that the policy waits for, "" for none
         - `budget`: bytes of each device; `ledger`: {name: bytes} of the fullest device, with "weights" and "kv" among
           its names; `devices`: [{"device", "used"}, ...] with the bytes used on each device
-        - `layers`: for each instance [{"block", "precision"}, ...]
+        - `num_instances`; `instances`: the names of those that are shown, which are at most 16; `layers`: for each of
+          these [{"block", "precision"}, ...]; `precisions`: {precision: decoder layers} of all instances
         - `kv_pages`: {"used", "total", "most"} over all instances
         - `snapshot`: the numbers of the latest snapshot
-        - `slo_ttft`: seconds, None for a policy without this objective
+        - `slo_ttft` and `slo_tpot`: seconds; `max_quality_loss`: a share of the cross-entropy; None for a policy
+          without this objective
+        """
+        ...
+
+    def policy_in_force(self) -> dict[str, Any]:
+        """Return the policy that decides.
+
+        - `policy`: its name; `source`: its name or file as it was given
+        - `settings`: the values in force, None for infinity; {} for a policy without settings
+        - `objectives`: `slo_ttft`, `slo_tpot` and `max_quality_loss` as in the status
         """
         ...
 
@@ -61,11 +72,12 @@ class ControlClient(Protocol):
         """
         ...
 
-    def set_policy(self, name: str) -> None:
-        """Let another policy decide from the next tick on.
+    def set_policy(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
+        """Let another policy decide from the next tick on. It goes on from the plan in force.
 
-        `name` may come from a client, because it is only looked up. Raise `RequestError` if it is not in
-        `status()["policies"]`.
+        `name` may come from a client, because it is only looked up. `settings` are those that differ from the policy's
+        own; None as a value means infinity. Raise `RequestError` if `name` is not in `status()["policies"]`, if a
+        setting is not valid, or if layers cannot have the precisions that the policy needs.
         """
         ...
 

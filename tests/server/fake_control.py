@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,6 +127,7 @@ class FakeControl:
     policy: str = "morph"
     plan: Plan | None = None  # the operator's
     asked: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def plan_yaml(self) -> str:
         return to_yaml(self._plan())
@@ -155,13 +156,18 @@ class FakeControl:
                 "runtime": 420_000_000,
                 "workspace": 190_000_000,
             },
+            "num_instances": len(plan.instances),
+            "instances": [instance.name for instance in plan.instances],
             "layers": [
                 [{"block": b.block, "precision": b.precision} for b in i.blocks if b.block.startswith("layers.")]
                 for i in plan.instances
             ],
+            "precisions": dict(Counter(precision for i in plan.instances for precision in i.layer_precisions)),
             "kv_pages": {"used": used, "total": pages(int4_layers(time)), "most": pages(len(ORDER))},
             "snapshot": {"num_running": sample["running"], "num_waiting": sample["waiting"], "kv_pages_used": used},
             "slo_ttft": SLO,
+            "slo_tpot": None,
+            "max_quality_loss": None,
         }
 
     def decisions(self, limit: int) -> list[dict[str, Any]]:
@@ -171,11 +177,15 @@ class FakeControl:
         last = math.floor(self.now())
         return [sample_at(time) for time in range(max(0, last - 899), last + 1) if time > since]
 
-    def set_policy(self, name: str) -> None:
+    def policy_in_force(self) -> dict[str, Any]:
+        objectives = {"slo_ttft": SLO, "slo_tpot": None, "max_quality_loss": None}
+        return {"policy": self.policy, "source": self.policy, "settings": self.settings, "objectives": objectives}
+
+    def set_policy(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
         if name not in POLICIES:
             known = ", ".join(POLICIES)
             raise RequestError(f"unknown policy {name!r}: choose from {known}", field="policy", value=name, limit=known)
-        self.policy, self.plan = name, None
+        self.policy, self.plan, self.settings = name, None, dict(settings or {})
 
     def set_plan(self, yaml_text: str) -> None:
         self.asked.append(yaml_text)
@@ -201,6 +211,8 @@ def control_in_burst(instances: int = 1, layers: int = 16, **status: Any) -> Fak
     shown["layers"] = [
         [{"block": f"layers.{n}", "precision": names[(n + i) % 4]} for n in range(layers)] for i in range(instances)
     ]
+    shown |= {"num_instances": instances, "instances": [str(index) for index in range(instances)]}
+    shown["precisions"] = dict(Counter(layer["precision"] for each in shown["layers"] for layer in each))
     for sample in samples:
         sample["precisions"] = dict.fromkeys(names, instances * layers // 4)
     control.status = lambda: shown | status

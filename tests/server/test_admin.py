@@ -12,13 +12,14 @@ from starlette.testclient import TestClient
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.server.app import create_app
+from jaxserve.server.routes.admin import MAX_PLAN_BYTES
 from jaxserve.server.schemas.admin import Decisions, Ledger, PlanDocument, Sample, Status
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
 from tests.server.fake_control import POLICIES, FakeControl
 from tests.server.serving import serving
 
-SHOWN = ("/admin/plan", "/admin/status", "/admin/decisions", "/admin/ledger")
+SHOWN = ("/admin/plan", "/admin/policy", "/admin/status", "/admin/decisions", "/admin/ledger")
 ADMIN = {"authorization": "Bearer admin-schlüssel".encode()}
 YAML = {"content-type": "application/yaml"}
 
@@ -270,7 +271,7 @@ def test_plan_of_another_media_type_returns_415(media_type):
 
 
 def test_plan_above_the_size_limit_returns_413():
-    assert client().put("/admin/plan", content=b"#" * 2_000_000, headers=YAML).status_code == 413
+    assert client().put("/admin/plan", content=b"#" * (MAX_PLAN_BYTES + 1), headers=YAML).status_code == 413
 
 
 @pytest.mark.parametrize(

@@ -156,8 +156,8 @@ def test_plan_set_returns_to_the_servers_own_policy(server, url, source, tmp_pat
     first, plan = server.controller.policy, tmp_path / "plan.yaml"
     plan.write_text(run("show", "--format", "yaml"))
     assert run("set", str(plan)).endswith("the policy manual decides\n")
-    run("set", "--policy", source)
+    assert server.put(url, source).status_code == 202
     assert server.controller.policy is first
-    refused = CliRunner().invoke(app, ["plan", "set", "--policy", "other.yaml"], env={"JAXSERVE_URL": url})
+    refused = CliRunner().invoke(app, ["plan", "set", "--policy", "other.py:Own"], env={"JAXSERVE_URL": url})
     assert refused.exit_code == 1
     assert source in refused.stderr, "the error lists the policies"

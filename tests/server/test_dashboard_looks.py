@@ -141,6 +141,19 @@ def test_header_elements_do_not_overlap(open_page, device):
         assert page.evaluate("document.documentElement.scrollWidth") == device["viewport"]["width"]
 
 
+def test_page_counts_the_instances_that_it_does_not_show(open_page):
+    """A server names at most 16 of a thousand instances, and counts the layers of all."""
+    control = control_in_burst(16, 16, num_instances=1000, precisions={"bfloat16": 15990, "int4": 10})
+    with serving(FakeClient(control=control)) as address:
+        page = open_page(address.url)
+        wait_for_state(page, "live")
+        assert page.locator("#instances h3").count() == 16
+        assert "and 984 more instances" in page.locator("#instances").text_content()
+        assert re.sub(r"\s+", " ", page.locator("#precisions").text_content()).strip() == "bfloat16 15990int4 10"
+        assert page.locator("#instances").evaluate("node => node.clientHeight") < 1300
+        save_screenshot(page, "layers-1000x16")
+
+
 @pytest.mark.parametrize("device", [DESK, PHONE], ids=["desk", "phone"])
 @pytest.mark.parametrize(("instances", "layers"), [(1, 8), (1, 80), (4, 32)])
 def test_many_layers_form_rows_of_equal_length(open_page, instances, layers, device):

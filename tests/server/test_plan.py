@@ -12,7 +12,7 @@ from jaxserve.cli.main import app
 from jaxserve.cli.plan_view import LiveView, overview, seconds_text, size_text
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
-from tests.server.fake_control import FIRST, NOTE, FakeControl
+from tests.server.fake_control import FIRST, NOTE, FakeControl, control_in_burst
 from tests.server.process import ROOT
 from tests.server.serving import serving
 
@@ -116,6 +116,19 @@ def test_watch_of_an_engine_without_samples(control):
     view = LiveView().update({"status": control.status(), "samples": [], "decisions": []})
     assert "steady" in view.line()
     view.render()
+
+
+def test_watch_of_a_thousand_instances_shows_some_and_counts_all():
+    from rich.console import Console
+
+    status = control_in_burst(16, 16, num_instances=1000, precisions={"bfloat16": 15990, "int4": 10}).status()
+    view = LiveView().update({"status": status, "samples": [], "decisions": []})
+    assert "bfloat16 15990, int4 10" in view.line()
+    console = Console(width=200, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
+    console.print(view.render())
+    text = console.export_text()
+    assert text.count("\nlayers ") == 8
+    assert "and 992 more instances; layers of all: bfloat16 15990, int4 10" in text
 
 
 @pytest.mark.parametrize(

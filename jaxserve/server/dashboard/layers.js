@@ -24,28 +24,30 @@ export class Strip {
     new ResizeObserver(() => this.#arrange()).observe(host);
   }
 
-  /** Shows `instances`: for each instance its layers [{block, precision}, ...]. */
-  show(instances) {
-    const shape = instances.map((layers) => layers.map((layer) => layer.block).join()).join(";");
-    if (shape !== this.shape) this.#build(instances);
+  /** Shows a status: `layers` has for each of `instances` its layers [{block, precision}, ...]. */
+  show({ layers: instances, instances: names, num_instances: total, precisions }) {
+    const shape = [total, names, ...instances.map((layers) => layers.map((layer) => layer.block).join())].join(";");
+    if (shape !== this.shape) this.#build(instances, names, total);
     this.shape = shape;
     this.#arrange();
     const layers = instances.flat();
     const maxBits = Math.max(FULL_BITS, ...layers.map((layer) => bits(layer.precision)));
     layers.forEach((layer, i) => this.#fill(this.cells[i], layer.precision, maxBits));
-    this.#count(layers);
+    this.#count(precisions);
   }
 
-  #build(instances) {
+  #build(instances, names, total) {
     this.cells = [];
     this.strips = [];
     const rows = instances.map((layers, index) => {
-      const title = instances.length > 1 ? [element("h3", {}, `Instance ${index}`)] : [];
+      const title = total > 1 ? [element("h3", {}, `Instance ${names[index]}`)] : [];
       const cells = layers.map((layer) => this.#cell(layer.block));
-      const strip = element("ol", { "aria-label": `Layers of instance ${index}` }, ...cells);
+      const strip = element("ol", { "aria-label": `Layers of instance ${names[index]}` }, ...cells);
       this.strips.push(strip);
       return element("div", { class: "instance" }, ...title, strip);
     });
+    const left = total - instances.length;
+    if (left > 0) rows.push(element("p", {}, `and ${left} more instances, most of which are like each other`));
     this.host.replaceChildren(...rows);
   }
 
@@ -56,7 +58,7 @@ export class Strip {
       Math.ceil(strip.children.length / Math.max(1, Math.floor((width + GAP[size]) / (MIN_WIDTH[size] + GAP[size]))));
     const many = this.strips.some((strip) => strip.children.length > MAX_LARGE);
     const all = this.strips.reduce((sum, strip) => sum + rows(strip, "small"), 0);
-    const size = !many ? "large" : all > MAX_ROWS ? "tiny" : "small";
+    const size = all > MAX_ROWS ? "tiny" : many ? "small" : "large";
     for (const strip of this.strips) {
       strip.className = `strip ${size}`;
       strip.style.gridTemplateColumns = `repeat(${Math.ceil(strip.children.length / rows(strip, size))}, minmax(0, 1fr))`;
@@ -86,16 +88,14 @@ export class Strip {
     cell.shown = precision;
   }
 
-  #count(layers) {
-    const counts = new Map();
-    for (const { precision } of layers) counts.set(precision, (counts.get(precision) ?? 0) + 1);
-    const names = [...counts.keys()].sort((a, b) => bits(b) - bits(a));
-    const text = names.map((name) => `${name} ${counts.get(name)}`).join();
+  #count(precisions) {
+    const names = Object.keys(precisions).sort((a, b) => bits(b) - bits(a));
+    const text = names.map((name) => `${name} ${precisions[name]}`).join();
     if (text === this.counted) return;
     this.counted = text;
     this.legend.replaceChildren(
       ...names.map((name) => {
-        const number = element("b", {}, String(counts.get(name)));
+        const number = element("b", {}, String(precisions[name]));
         return element("li", {}, swatch(tone(name)), `${name} `, number);
       }),
     );

@@ -32,7 +32,10 @@ const memory = new Memory({
   title: byId("ledger-title"),
 });
 
-const slo = () => state.status?.slo_ttft ?? null;
+const slo = (name = "slo_ttft") => state.status?.[name] ?? null;
+/** Returns the line of an objective in a chart, or null without one. */
+const objective = (name) =>
+  slo(name) === null ? null : { value: slo(name), label: `SLO ${brief(seconds(slo(name)))}` };
 const inWords = (value) => (value == null ? "nothing measured" : joined(seconds(value)));
 const layersOf = (sample, name) =>
   Object.entries(sample.precisions).reduce((sum, [key, count]) => sum + (tone(key) === name ? count : 0), 0);
@@ -56,7 +59,7 @@ const charts = [
     floor: 0.01,
     alarm: true,
     series: [{ name: "TTFT", class: "main", value: (sample) => sample.ttft_p95 }],
-    reference: () => (slo() === null ? null : { value: slo(), label: `SLO ${brief(seconds(slo()))}` }),
+    reference: () => objective("slo_ttft"),
     text: (sample) => `${inWords(sample.ttft_p95)}${late(sample) ? ", above the SLO" : ""}`,
   }),
   new Chart(byId("plot-tpot"), timeline, {
@@ -64,6 +67,7 @@ const charts = [
     kind: "seconds",
     floor: 0.001,
     series: [{ name: "TPOT", class: "main", value: (sample) => sample.tpot }],
+    reference: () => objective("slo_tpot"),
     text: (sample) => inWords(sample.tpot),
   }),
   new Chart(byId("plot-memory"), timeline, {
@@ -141,7 +145,7 @@ function showStatus({ model, phase, status }) {
   setText(byId("note"), signs(status.note) || "waiting for nothing");
   const idle = status.policy === "static" ? "The policy is static: the plan does not change." : NOTHING;
   setText(byId("log-empty"), idle);
-  strip.show(status.layers);
+  strip.show(status);
 }
 
 /** Shows an event of the server. The first event of a connection has the whole history. */

@@ -13,13 +13,18 @@ from jaxserve.core.errors import ConfigError, RequestError
 from jaxserve.engine.client import ControlClient
 from jaxserve.server.errors import json_response
 from jaxserve.server.routes.json_route import JsonRoute
-from jaxserve.server.schemas.admin import Decisions, Ledger, PlanDocument, PolicyBody, Status
+from jaxserve.server.schemas.admin import Decisions, Ledger, PlanDocument, PolicyBody, PolicyInForce, Status
 from jaxserve.server.state import State
 
 JSON, YAML = "application/json", "application/yaml"
 YAML_TYPES = frozenset({YAML, "application/x-yaml", "text/yaml", "text/x-yaml"})
 MAX_DECISIONS = 1000
-MAX_PLAN_BYTES = 1 << 20  # an instance takes a few hundred bytes
+MAX_PLAN_BYTES = 4 << 20  # an instance takes a few hundred bytes, and a thousand where layers alternate
+MAX_PLAN_DEPTH = 20  # levels of a plan's YAML; a valid plan has 7
+
+# Those in C, where PyYAML has them: a plan of 1,000 instances takes seconds otherwise.
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+YAML_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 json_router = APIRouter(route_class=JsonRoute)
@@ -65,11 +70,17 @@ async def put_plan(request: Request, state: State) -> Response:
     return json_response(control.status(), 202)
 
 
+@router.get("/policy", response_model=None, responses=documented(PolicyInForce))
+async def policy(state: State) -> Response:
+    """Return the policy that decides, with its settings and objectives."""
+    return json_response(state.control().policy_in_force())
+
+
 @json_router.put("/policy", status_code=202, response_model=None, responses=documented(Status, 202))
 async def put_policy(body: PolicyBody, state: State) -> Response:
-    """Let another policy decide from now on."""
+    """Let another policy decide from now on, or the same one with other settings. The plan in force stays."""
     control = _changeable(state)
-    control.set_policy(body.policy)
+    await asyncio.to_thread(control.set_policy, body.policy, body.settings)
     return json_response(control.status(), 202)
 
 
@@ -115,13 +126,16 @@ def _accepted(request: Request) -> str:
     return "json"
 
 
-class PlainLoader(yaml.SafeLoader):
-    """A YAML loader that refuses aliases, which can expand a short text to an enormous value."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
+def _plain_yaml(text: str) -> Any:
+    """Return the value of a YAML text. Aliases, which can expand a short text to an enormous value, are refused."""
+    depth = 0
+    for event in yaml.parse(text, YAML_LOADER):
+        if isinstance(event, yaml.AliasEvent):
             raise yaml.YAMLError("aliases are not allowed in a plan")
-        return super().compose_node(parent, index)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_PLAN_DEPTH:
+            raise yaml.YAMLError(f"it has more than {MAX_PLAN_DEPTH} levels")
+    return yaml.load(text, YAML_LOADER)
 
 
 def _plan_text(content_type: str, body: bytes) -> str:
@@ -131,11 +145,11 @@ def _plan_text(content_type: str, body: bytes) -> str:
         if media_type == JSON:
             plan = from_json(body, allow_inf_nan=False)
         elif media_type in YAML_TYPES:
-            plan = yaml.load(body.decode(), PlainLoader)
+            plan = _plain_yaml(body.decode())
         else:
             raise HTTPException(415, f"the body must have the type {YAML} or {JSON} (header content-type)")
         if isinstance(plan, dict):
-            return yaml.safe_dump(plan, sort_keys=False)
+            return yaml.dump(plan, Dumper=YAML_DUMPER, sort_keys=False)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""

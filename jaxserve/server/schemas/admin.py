@@ -1,6 +1,6 @@
 """Bodies and responses of the operators' routes. Engines may add fields that are not declared here."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -53,10 +53,15 @@ class Status(AdminResponse):
     budget: int  # of each device
     ledger: dict[str, int]  # of the fullest device
     devices: list[DeviceUse] = []
-    layers: list[list[PlannedBlock]]  # per instance
+    num_instances: int = 1
+    instances: list[str] = []  # names of the instances in `layers`: if there are many, not all
+    layers: list[list[PlannedBlock]]
+    precisions: dict[str, int] = {}  # decoder layers by precision, over all instances
     kv_pages: Pages
     snapshot: dict
     slo_ttft: float | None = None
+    slo_tpot: float | None = None
+    max_quality_loss: float | None = None  # share of full precision's cross-entropy
 
 
 class Ledger(AdminResponse):
@@ -105,6 +110,15 @@ class Sample(AdminResponse):
     kv_usage: float
 
 
+class PolicyInForce(AdminResponse):
+    """The policy that decides, the values of its settings (null: no limit) and its objectives."""
+
+    policy: str
+    source: str  # the name or the file as it was given
+    settings: dict[str, Any]
+    objectives: dict[str, float | None]
+
+
 class PolicyBody(BaseModel):
     """The policy that decides from now on."""
 
@@ -112,3 +126,5 @@ class PolicyBody(BaseModel):
 
     # Must equal an entry of `Status.policies`, so that clients cannot make the server load other policy files.
     policy: Annotated[str, Field(min_length=1, max_length=4096)]
+    # Those that differ from the policy's own, as in a policy file; null: no limit.
+    settings: dict[str, float | int | bool | str | None] | None = None
