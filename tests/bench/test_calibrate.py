@@ -99,7 +99,9 @@ def test_requests_of_equal_length_are_matched_by_time():
     arrivals = tuple(Arrival(f"r{n}", 0, n, n + 0.05, 30, 8, 1, 0) for n in (1, 2))
     answers = {f"r{n}": AnswerRecord(f"r{n}", 0, n + 0.5, n + 0.9, 8, 0, 0, "length") for n in (1, 2)}
     found = seconds_outside(
-        [record(2.0, 2.6, 30), record(1.0, 1.6, 30)], Recording({}, steps=steps, arrivals=arrivals, answers=answers), idle=True
+        [record(2.0, 2.6, 30), record(1.0, 1.6, 30)],
+        Recording({}, steps=steps, arrivals=arrivals, answers=answers),
+        idle=True,
     )
     assert [seconds for _, _, seconds in found] == pytest.approx([0.2, 0.2])
 
