@@ -1,0 +1,176 @@
+"""What an instance has to serve, and the level of its ladder and the sequences at once that serve it well enough."""
+
+import math
+from dataclasses import dataclass
+
+from jaxserve.control.capacity import Workload
+from jaxserve.control.policies.ladder import Ladder
+from jaxserve.control.policies.morph_settings import MorphSettings
+from jaxserve.control.policies.morph_state import MorphState
+from jaxserve.control.policies.morph_texts import ms
+from jaxserve.control.resources import Resources
+from jaxserve.telemetry import Recent, Snapshot
+
+EXHAUSTION = 2.0  # s; pages that are expected to last longer are not short
+AT_RISK = 0.25  # share of `slo_ttft` after which a waiting sequence lifts the limit on sequences
+HEADROOM = 1.2  # factor on the load that a limit on sequences leaves room for
+MAX_GROWTH = 2.0  # factor by which the running sequences may be expected to grow within `EXHAUSTION`
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an instance has to serve, and how well each level of its ladder would serve it."""
+
+    settings: MorphSettings
+    ladder: Ladder
+    level: int  # the present one
+    workload: Workload
+    running: int  # sequences
+    waiting: int  # sequences
+    expected: int  # sequences that wait, or are expected to
+    waited: float  # s that the oldest sequence has waited
+    tpot: float  # s per output token; 0 if none came lately
+    tokens_per_s: float  # generated tokens that the arriving sequences ask for
+    usage: float  # share of the KV pages that is expected to be in use `EXHAUSTION` seconds from now
+    preempted: bool  # lately
+    biases: tuple[float, float]  # seconds of steps as multiples of those expected, on level 0 and on other levels
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, state: MorphState, resources: Resources, settings: MorphSettings) -> "Load":
+        """Return the load of an instance, with estimates that the steps so far have corrected."""
+        recent, workload = recent_of(snapshot), state.workload(snapshot, resources.page_size)
+        usage = snapshot.kv_usage + EXHAUSTION * max(0.0, recent.kv_trend or 0.0)
+        growth = min(usage / snapshot.kv_usage, MAX_GROWTH) if snapshot.kv_usage else 1.0
+        more = math.ceil(snapshot.num_running * growth) - snapshot.num_running
+        return cls(
+            settings,
+            state.ladder,
+            state.level,
+            workload,
+            running=snapshot.num_running,
+            waiting=snapshot.num_waiting,
+            expected=max(snapshot.num_waiting, more),
+            waited=snapshot.oldest_wait,
+            tpot=recent.tpot or 0.0,
+            tokens_per_s=(recent.arrivals_per_s or 0.0) * workload.answer,
+            usage=usage,
+            preempted=bool(recent.preemptions),
+            biases=state.with_biases(snapshot).biases(snapshot.time, settings.relapse_memory),
+        )
+
+    # -- estimates
+
+    def room(self, level: int) -> int:
+        """Return how many sequences a level has room for: at least what runs now, if it has as many pages."""
+        room = self.ladder.capacity(level).sequences(self.workload)
+        more = self.ladder.plan(level).kv_pages >= self.ladder.plan(self.level).kv_pages
+        return max(room, self.running) if more else room
+
+    def seconds_per_token(self, level: int, sequences: int) -> float:
+        """Return the time (s) between two tokens of a sequence while `sequences` run."""
+        speed = self.ladder.capacity(level).tokens_per_s(self.workload, sequences)
+        return sequences / speed * self.biases[level > 0]
+
+    def full_speed(self, level: int) -> float:
+        """Return the tokens/s of a level while it is full."""
+        return self.room(level) / self.seconds_per_token(level, self.room(level))
+
+    def seconds_to_start(self, level: int) -> float:
+        """Return the time (s) from now until the last waiting sequence has its first token on a level."""
+        capacity = self.ladder.capacity(level)
+        seconds = capacity.seconds_to_start(self.workload, self.running, self.expected, self.room(level))
+        return seconds * self.biases[level > 0]
+
+    def last_wait(self, level: int) -> float:
+        """Return the time (s) within which the last waiting sequence has its first token on a level.
+
+        As it may have come with the oldest one, it is taken to have waited as long.
+        """
+        return self.waited + self.seconds_to_start(level)
+
+    def keeps_up(self, level: int) -> bool:
+        """Return whether a level serves what arrives, or at least no less of it than the present level does.
+
+        Room for more sequences does not outlast a load that a level serves more slowly.
+        """
+        return self.full_speed(level) >= min(self.tokens_per_s, self.full_speed(self.level))
+
+    # -- the objectives
+
+    @property
+    def allowed_wait(self) -> float:
+        """The time (s) within which the last waiting sequence should have its first token."""
+        return self.settings.hold * self.settings.slo_ttft
+
+    @property
+    def at_risk(self) -> bool:
+        """True if first tokens may come late unless more sequences run."""
+        return self.waited > AT_RISK * self.settings.slo_ttft or self.last_wait(self.level) > self.allowed_wait
+
+    def relief(self) -> str:
+        """Return why the present level is expected to hold the objectives, as a text; "" if it is not."""
+        if self.tpot > self.settings.slo_tpot:
+            return ""
+        if self.waiting:
+            behind = self.tokens_per_s > self.full_speed(self.level)
+            limit = self.allowed_wait / 2 if behind else self.allowed_wait
+            return f"{self.need()} < {ms(self.allowed_wait)}" if self.last_wait(self.level) < limit else ""
+        return "" if self.usage >= 1.0 or self.preempted else f"nothing waits, and {self.need()}"
+
+    def need(self) -> str:
+        """Return what the present level is expected to come to, as a text."""
+        if self.waiting:
+            within = ms(self.last_wait(self.level))
+            return f"the last of {self.waiting} waiting is expected to start within {within}"
+        return f"{self.usage:.0%} of the pages are expected to be in use in {EXHAUSTION:g} s"
+
+    # -- choices
+
+    def better_level(self) -> int:
+        """Return the lowest level that is expected to serve the load in time, or else the one that serves it soonest.
+
+        The levels that are tried are further and further up. Return the present level if none is enough of a gain.
+        """
+        best, soonest = self.level, self.seconds_to_start(self.level) / self.settings.min_gain
+        for level in self._higher_levels():
+            seconds = self.seconds_to_start(level)
+            if seconds <= soonest and self.keeps_up(level):
+                best, soonest = level, seconds
+                in_time = self.waited + seconds <= self.allowed_wait
+                if in_time and self.full_speed(level) >= self.tokens_per_s:
+                    break
+        return best
+
+    def _higher_levels(self) -> list[int]:
+        """Return the levels that a decision may climb to, the nearest first."""
+        settings, top = self.settings, self.ladder.top
+        urgent = self.waited >= settings.urgent_delay * settings.slo_ttft
+        step, levels = settings.urgent_layers if urgent else settings.entry_layers, [self.level]
+        while levels[-1] < top:
+            levels.append(min(self.level + step, top))
+            step *= 2
+        return levels[1:]
+
+    def max_num_seqs(self, level: int) -> int | None:
+        """Return how many sequences should run at once on a level: few, while first tokens come in time. None: all."""
+        if not level:
+            return self.ladder.initial.max_num_seqs
+        if not self.settings.few or self.at_risk:
+            return None
+        most = self.room(level)
+        sequences = min(most, self.room(0))
+        while sequences < most and self._speed(level, sequences) < HEADROOM * self.tokens_per_s:
+            sequences = min(most, max(sequences + 1, sequences * 5 // 4))
+        while sequences > 1 and self.seconds_per_token(level, sequences) > self.settings.slo_tpot:
+            sequences -= 1
+        # A limit that nothing reaches would only be a further change.
+        return None if sequences >= min(most, self.running) else sequences
+
+    def _speed(self, level: int, sequences: int) -> float:
+        return sequences / self.seconds_per_token(level, sequences)
+
+
+def recent_of(snapshot: Snapshot) -> Recent:
+    """Return the recent past, which the controller has set."""
+    assert snapshot.recent is not None
+    return snapshot.recent
