@@ -167,18 +167,20 @@ class MorphPolicy:
     def _leave_if_harmful(self, moment: _Moment) -> Proposal[MorphState] | None:
         """Return the way back to the plan at the start if that is estimated to be faster, by what steps have taken.
 
-        As long as more pages are in use than that plan has, no more sequences run than it has room for.
+        A level that falls behind and is slower is left sooner: the longer the queue, the more the speed counts, and the
+        less the room. As long as more pages are in use than full precision has, no more sequences run than it has room
+        for.
         """
         snapshot, plan, state, load = moment.snapshot, moment.plan, moment.state, moment.load
         initial, now = state.ladder.initial, moment.now
         full, here = load.seconds_to_start(0), load.seconds_to_start(load.level)
-        factor = 1 / HARM if state.leaving else HARM
+        factor = 1 / HARM if state.leaving or load.loses else HARM
         if not here or here < factor * full or not state.has_evidence(snapshot):
             return None
-        text = f"the last of {load.expected} waiting is expected to start {ms(here - full)} sooner in full precision"
+        lead = f"{ms(here - full)} sooner" if here > full else "about as soon, and then faster,"
+        text = f"the last of {load.expected} waiting is expected to start {lead} in full precision"
         if snapshot.kv_pages_used <= initial.kv_pages - 1:
-            left = replace(state.with_biases(snapshot), last_release=now, first_entry=None, leaving=False)
-            return moment.change(initial, left, text)
+            return moment.change(initial, state.left(snapshot), text)
         room = load.room(0)
         if plan.max_num_seqs is not None and plan.max_num_seqs <= room:
             return moment.stay(f"{text}, but {snapshot.kv_pages_used} pages in use > {initial.kv_pages - 1}")

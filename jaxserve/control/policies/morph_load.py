@@ -34,6 +34,7 @@ class Load:
     usage: float  # share of the KV pages that is expected to be in use `EXHAUSTION` seconds from now
     preempted: bool  # lately
     biases: tuple[float, float]  # seconds of steps as multiples of those expected, on level 0 and on other levels
+    cautious: bool  # as full precision has turned out to be better lately
 
     @classmethod
     def of(cls, snapshot: Snapshot, state: MorphState, resources: Resources, settings: MorphSettings) -> "Load":
@@ -56,6 +57,7 @@ class Load:
             usage=usage,
             preempted=bool(recent.preemptions),
             biases=state.with_biases(snapshot).biases(snapshot.time, settings.relapse_memory),
+            cautious=snapshot.time - state.last_harm <= settings.relapse_memory,
         )
 
     # -- estimates
@@ -91,9 +93,21 @@ class Load:
     def keeps_up(self, level: int) -> bool:
         """Return whether a level serves what arrives, or at least no less of it than the present level does.
 
-        Room for more sequences does not outlast a load that a level serves more slowly.
+        Room for more sequences does not outlast a load that a level serves more slowly. If that was a mistake lately,
+        the level must be no slower than full precision.
         """
-        return self.full_speed(level) >= min(self.tokens_per_s, self.full_speed(self.level))
+        enough = self.full_speed(0) if self.cautious else min(self.tokens_per_s, self.full_speed(self.level))
+        return self.full_speed(level) >= enough
+
+    @property
+    def behind(self) -> bool:
+        """True if more arrives than the present level serves."""
+        return self.tokens_per_s > self.full_speed(self.level)
+
+    @property
+    def loses(self) -> bool:
+        """True if more arrives than the present level serves, and full precision serves more of it."""
+        return self.behind and self.full_speed(0) >= self.settings.min_gain * self.full_speed(self.level)
 
     # -- the objectives
 
@@ -112,8 +126,7 @@ class Load:
         if self.tpot > self.settings.slo_tpot:
             return ""
         if self.waiting:
-            behind = self.tokens_per_s > self.full_speed(self.level)
-            limit = self.allowed_wait / 2 if behind else self.allowed_wait
+            limit = self.allowed_wait / 2 if self.behind else self.allowed_wait
             return f"{self.need()} < {ms(self.allowed_wait)}" if self.last_wait(self.level) < limit else ""
         return "" if self.usage >= 1.0 or self.preempted else f"nothing waits, and {self.need()}"
 

@@ -35,6 +35,7 @@ class MorphState:
     last_release: float = NEVER
     last_limit: float = NEVER  # when the number of sequences at once was limited
     leaving: bool = False  # fewer sequences run, until the pages in use fit into full precision's
+    last_harm: float = NEVER  # when full precision turned out to be better
     release_arrivals: float = 0.0  # arrivals/s at the last release
     peak_arrivals: float = 0.0  # largest arrivals/s since the last release
     first_entry: float | None = None  # time of the first entry since the last release
@@ -101,6 +102,12 @@ class MorphState:
     def released(self, now: float, arrivals: float) -> "MorphState":
         """Return the state after a release under a number of arrivals per second."""
         return replace(self, last_release=now, release_arrivals=arrivals, peak_arrivals=arrivals, first_entry=None)
+
+    def left(self, snapshot: Snapshot) -> "MorphState":
+        """Return the state after all layers have returned because full precision is better."""
+        now = snapshot.time
+        state = self.with_biases(snapshot)
+        return replace(state, last_release=now, last_harm=now, first_entry=None, leaving=False)
 
     def with_relapse(self, settings: MorphSettings) -> "MorphState":
         """Return the state with a relapse noted, if pressure returned soon after the last release.
