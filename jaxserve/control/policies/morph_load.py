@@ -43,6 +43,7 @@ class Load:
         usage = snapshot.kv_usage + EXHAUSTION * max(0.0, recent.kv_trend or 0.0)
         growth = min(usage / snapshot.kv_usage, MAX_GROWTH) if snapshot.kv_usage else 1.0
         more = math.ceil(snapshot.num_running * growth) - snapshot.num_running
+        more = max(more, min(1, recent.preemptions))  # pages have been short
         return cls(
             settings,
             state.ladder,
@@ -144,15 +145,23 @@ class Load:
 
         The levels that are tried are further and further up. Return the present level if none is enough of a gain.
         """
-        best, soonest = self.level, self.seconds_to_start(self.level) / self.settings.min_gain
+        best, least = self.level, self._seconds(self.level) / self.settings.min_gain
         for level in self._higher_levels():
-            seconds = self.seconds_to_start(level)
-            if seconds <= soonest and self.keeps_up(level):
-                best, soonest = level, seconds
-                in_time = self.waited + seconds <= self.allowed_wait
-                if in_time and self.full_speed(level) >= self.tokens_per_s:
+            seconds = self._seconds(level)
+            if seconds <= least and self.keeps_up(level):
+                best, least = level, seconds
+                if self._in_time(level) and self.full_speed(level) >= self.tokens_per_s:
                     break
         return best
+
+    def _seconds(self, level: int) -> float:
+        """Return the time (s) that a level should shorten: until all have started, or between tokens if they have."""
+        return self.seconds_to_start(level) if self.expected else self.seconds_per_token(level, max(1, self.running))
+
+    def _in_time(self, level: int) -> bool:
+        if self.expected:
+            return self.last_wait(level) <= self.allowed_wait
+        return self._seconds(level) <= self.settings.slo_tpot
 
     def _higher_levels(self) -> list[int]:
         """Return the levels that a decision may climb to, the nearest first."""
