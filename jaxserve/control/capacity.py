@@ -69,7 +69,7 @@ class Capacity:
         """Return the generated tokens per second while a number of sequences run, which arrive as others end.
 
         A share of the steps computes a chunk of a prompt next to the decodes. If even all steps cannot compute the
-        prompts of so many sequences, fewer run.
+        prompts of so many sequences, fewer run, on average less than one if a prompt takes several steps.
         """
         ratio = workload.prompt / workload.answer  # prompt tokens for each generated token
         largest = self.shapes.max_tiles * self.shapes.tile
@@ -79,7 +79,7 @@ class Capacity:
         step = (1 - share) * self.decode_seconds(workload, sequences) + share * self.prefill_seconds(
             workload, sequences, chunk
         )
-        return sequences / step
+        return min(sequences, largest / ratio) / step
 
     def decode_seconds(self, workload: Workload, sequences: int) -> float:
         """Return the time (s) of a step that decodes a number of sequences."""
