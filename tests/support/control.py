@@ -1,7 +1,8 @@
 """Fakes for tests of control: a machine, an instance without a device and its actuator, and a fluid engine."""
 
 import math
-from collections import deque
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,12 +22,14 @@ from jaxserve.control import (
     block_chain,
     parallel_plan,
 )
-from jaxserve.control.costs import InstanceCost
+from jaxserve.control.costs import CostModel, InstanceCost
 from jaxserve.control.policies import MorphSettings
 from jaxserve.control.reconfigure import SWAP_BUFFER, Cancelled, PlanFacts, Reconfiguration
 from jaxserve.control.transitions import BetweenSteps, Sleep, StepsEnded, Waits
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.errors import JaxserveError
+from jaxserve.core.step_load import StepLoad
+from jaxserve.core.step_shapes import Buckets
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.telemetry import Recent, Snapshot
@@ -46,8 +49,13 @@ def machine(
     pp: int = 1,
     segments: tuple[int, ...] = (),
     in_place: tuple[str, ...] = (),
+    max_num_seqs: int = 256,
+    costs: CostModel | None = None,
 ) -> Resources:
-    """Return devices on which `home_pages` pages fit next to layers in full precision, spread evenly over stages."""
+    """Return devices on which `home_pages` pages fit next to layers in full precision, spread evenly over stages.
+
+    Without `costs`, the times of steps are unknown.
+    """
     each, page = layers // pp, PAGE // layers
     first = ("embed", *(f"layers.{each * stage}" for stage in range(1, pp)))
     return Resources(
@@ -62,6 +70,8 @@ def machine(
         max_pages=max_pages,
         copy_rate=1000 * MB,
         segments=segments,
+        costs=costs,
+        shapes=Buckets(max_num_seqs, max_tiles=64, tile=32, min_rows=1, widths=(1,)),
     )
 
 
@@ -328,23 +338,65 @@ def actuators_of(
     return {name: VirtualActuator(in_force, error_of, name=name, **options) for name in names}
 
 
+Factor = Callable[[str, int], float]  # (precision, tokens of a step) -> time as a multiple of that in full precision
+
+
+@dataclass(frozen=True)
+class FakeCosts:
+    """A cost model in which a layer's time is a multiple of that in full precision, however many tokens a step has."""
+
+    factor: Factor
+    step: float = 0.05  # s in full precision
+
+    def of(self, instance: InstancePlan) -> "FakeCost":
+        return FakeCost(self, instance)
+
+
+class FakeCost:
+    """The fake times of the steps of one plan."""
+
+    def __init__(self, costs: FakeCosts, instance: InstancePlan):
+        self._costs = costs
+        self._layers = Counter(instance.layer_precisions)
+
+    def seconds(self, load: StepLoad) -> float:
+        factor = self._costs.factor
+        total = sum(count * factor(precision, load.tokens) for precision, count in self._layers.items())
+        return self._costs.step * total / self._layers.total()
+
+
+def costs_of(speedup: float) -> FakeCosts:
+    """Return the costs of steps that are `speedup` times as fast if all layers have fewer bits."""
+    return FakeCosts(lambda precision, _: 1.0 if precision == "bfloat16" else 1 / speedup)
+
+
 @dataclass
 class Fluid:
     """An engine as a fluid: sequences arrive at a rate, wait for pages and slots, run, and leave.
 
-    Layers in fewer bits make all of it faster, up to the factor `speedup` if all layers are.
+    If all layers have fewer bits, all of it is `speedup` times as fast. The cost model that policies believe may expect
+    another factor.
     """
 
     max_seqs: int = 64
     pages_each: int = 10
     seconds_each: float = 5.0  # of service in full precision
     tokens_each: int = 100
+    prompt_each: int = 50  # tokens
     speedup: float = 1.6
+    believed: float | None = None  # the speedup that is expected; None: the true one
     queue: deque[list[float]] = field(default_factory=deque)  # [time of arrival, sequences]
     waiting: float = 0.0
     running: float = 0.0
+    started: float = 0.0
     finished: float = 0.0
-    ttft: list[int] = field(default_factory=lambda: [0] * (len(TIME_BOUNDS) + 1))
+    busy: float = 0.0  # s
+    expected: float = 0.0  # s
+    ttft: list[float] = field(default_factory=lambda: [0.0] * (len(TIME_BOUNDS) + 1))  # sequences, by time
+
+    def costs(self) -> FakeCosts:
+        """Return the costs that policies believe."""
+        return costs_of(self.speedup if self.believed is None else self.believed)
 
     def capacity(self, pages: int) -> float:
         """Return the sequences per second that full precision can serve with `pages` pages."""
@@ -352,31 +404,52 @@ class Fluid:
 
     def step(self, now: float, seconds: float, rate: float, instance: InstancePlan) -> Snapshot:
         """Advance the state by `seconds`, and return the snapshot afterwards."""
-        share = sum(p != "bfloat16" for p in instance.layer_precisions) / len(instance.layer_precisions)
-        done = min(self.running, self.running / self.seconds_each * (1 + (self.speedup - 1) * share) * seconds)
-        self.running -= done
-        self.finished += done
+        self._serve(seconds, instance)
         if rate > 0:
             self.queue.append([now, rate * seconds])
             self.waiting += rate * seconds
-        room = max(0.0, min(self.max_seqs, (instance.kv_pages - 1) / self.pages_each) - self.running)
-        while self.queue and room > 0:
-            taken = min(room, self.queue[0][1])
-            self.queue[0][1] -= taken
-            self.running, self.waiting, room = self.running + taken, max(0.0, self.waiting - taken), room - taken
-            if self.queue[0][1] <= 1e-9:
-                self.queue.popleft()
+        self._admit(now, instance)
         waits = bool(self.queue) and self.waiting >= 0.5
         return Snapshot(
             time=now,
             num_running=round(self.running),
             num_waiting=max(1, round(self.waiting)) if waits else 0,
+            waiting_tokens=round(self.waiting * self.prompt_each) if waits else 0,
             oldest_wait=now - self.queue[0][0] if waits else 0.0,
             kv_pages_total=instance.kv_pages - 1,
             kv_pages_used=min(instance.kv_pages - 1, round(self.running * self.pages_each)),
             finished=int(self.finished),
             generated_tokens=int(self.finished * self.tokens_each),
+            prefill_tokens=int(self.started * self.prompt_each),
+            first_tokens=tuple(map(int, self.ttft)),
+            busy_seconds=self.busy,
+            expected_seconds=self.expected,
         )
+
+    def _serve(self, seconds: float, instance: InstancePlan) -> None:
+        speed, believed = self._speed(self.speedup, instance), self._speed(self.believed or self.speedup, instance)
+        done = min(self.running, self.running / self.seconds_each * speed * seconds)
+        if self.running >= 0.5:
+            self.busy += seconds
+            self.expected += seconds * speed / believed
+        self.running -= done
+        self.finished += done
+
+    def _speed(self, speedup: float, instance: InstancePlan) -> float:
+        share = sum(p != "bfloat16" for p in instance.layer_precisions) / len(instance.layer_precisions)
+        return 1 / (1 + (1 / speedup - 1) * share)
+
+    def _admit(self, now: float, instance: InstancePlan) -> None:
+        slots = self.max_seqs if instance.max_num_seqs is None else min(self.max_seqs, instance.max_num_seqs)
+        room = max(0.0, min(slots, (instance.kv_pages - 1) / self.pages_each) - self.running)
+        while self.queue and room > 0:
+            taken = min(room, self.queue[0][1])
+            self.ttft[bisect_left(TIME_BOUNDS, now - self.queue[0][0])] += taken
+            self.queue[0][1] -= taken
+            self.started, self.running = self.started + taken, self.running + taken
+            self.waiting, room = max(0.0, self.waiting - taken), room - taken
+            if self.queue[0][1] <= 1e-9:
+                self.queue.popleft()
 
 
 def swaps(transitions: Sequence[Transition], precision: str) -> list[str]:
