@@ -101,7 +101,7 @@ def has_more_bits(plan: InstancePlan, other: InstancePlan) -> bool:
 
 @given(st.integers(0, LAYERS))
 def test_floor_of_quality_cuts_the_ladder(allowed: int) -> None:
-    settings = replace(ACCURACY, most_layers=1.0, max_loss=float(allowed))
+    settings = replace(ACCURACY, most_layers=1.0, max_quality_loss=float(allowed))
 
     def loss(layers: Sequence[str]) -> float:
         return float(list(layers).count("int4"))

@@ -292,7 +292,7 @@ def test_floor_of_quality_stops_the_climb() -> None:
     def loss(precisions: object) -> float:
         return list(precisions).count("int4") / 100  # type: ignore[call-overload]
 
-    driver = DrivenPolicy(replace(PERFORMANCE, max_loss=0.05), loss=loss)
+    driver = DrivenPolicy(replace(PERFORMANCE, max_quality_loss=0.05), loss=loss)
     driver.press(0, 30, waiting=90)
     assert int4(driver.plan) == sorted(ORDER[:5])
 
@@ -619,7 +619,7 @@ def test_invalid_swap_order_is_refused(order: tuple[int, ...], settings: MorphSe
         ("min_gain", 0.9),
         ("hold", 0.0),
         ("slo_tpot", 0.0),
-        ("max_loss", -0.1),
+        ("max_quality_loss", -0.1),
     ],
 )
 def test_settings_outside_their_range_are_refused(name: str, value: float) -> None:

@@ -62,8 +62,8 @@ class MorphPolicy:
     ):
         """Make the policy. Layers that are not in `swap_order` keep their precision.
 
-        `loss` returns the loss of quality that `settings.max_loss` limits. Raise `ConfigError` if `swap_order` names a
-        layer twice, or one that cannot have the precisions of `settings`.
+        `loss` returns the loss of quality that `settings.max_quality_loss` limits. Raise `ConfigError` if `swap_order`
+        names a layer twice, or one that cannot have the precisions of `settings`.
         """
         self.name, self.settings, self._resources = name, settings, resources
         self._order, self._loss = tuple(swap_order), loss
@@ -80,6 +80,16 @@ class MorphPolicy:
     def slo_ttft(self) -> float:
         """Objective for the time to the first token, in seconds."""
         return self.settings.slo_ttft
+
+    @property
+    def slo_tpot(self) -> float | None:
+        """Objective for the time per output token in seconds, or None."""
+        return self.settings.slo_tpot if self.settings.slo_tpot < math.inf else None
+
+    @property
+    def max_quality_loss(self) -> float | None:
+        """Largest rise of the cross-entropy that may be expected, as a share of full precision's, or None."""
+        return self.settings.max_quality_loss if self.settings.max_quality_loss < math.inf else None
 
     @property
     def precisions(self) -> tuple[str, ...]:

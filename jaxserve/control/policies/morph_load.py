@@ -13,6 +13,7 @@ from jaxserve.telemetry import Recent, Snapshot
 
 EXHAUSTION = 2.0  # s; pages that are expected to last longer are not short
 AT_RISK = 0.25  # share of `slo_ttft` after which a waiting sequence lifts the limit on sequences
+NO_SLOWER = 1.1  # factor on the time per token up to which steps count as no slower
 HEADROOM = 1.2  # factor on the load that a limit on sequences leaves room for
 MAX_GROWTH = 2.0  # factor by which the running sequences may be expected to grow within `EXHAUSTION`
 
@@ -148,11 +149,22 @@ class Load:
         best, least = self.level, self._seconds(self.level) / self.settings.min_gain
         for level in self._higher_levels():
             seconds = self._seconds(level)
-            if seconds <= least and self.keeps_up(level):
+            if seconds <= least and self.keeps_up(level) and self._is_worth_it(level):
                 best, least = level, seconds
-                if self._in_time(level) and self.full_speed(level) >= self.tokens_per_s:
+                enough = self._in_time(level) and self.full_speed(level) >= self.tokens_per_s
+                # As long as nothing waits, the first better level is enough.
+                if enough or (self.expected and not self.waiting):
                     break
         return best
+
+    def _is_worth_it(self, level: int) -> bool:
+        """Return whether the sequences that run pay no more than those that wait gain.
+
+        Slower steps are a price for sequences that wait, but not for those that are only expected to.
+        """
+        running = max(1, self.running)
+        slower = self.seconds_per_token(level, running) / self.seconds_per_token(self.level, running)
+        return self.waiting > 0 or slower <= NO_SLOWER
 
     def _seconds(self, level: int) -> float:
         """Return the time (s) that a level should shorten: until all have started, or between tokens if they have."""
