@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
 
-from jaxserve.control.diff import check_instances, diff
+from jaxserve.control.diff import diff, diff_all
 from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
 from jaxserve.control.policy import Policy, errors_of_policy
 from jaxserve.control.record import Decision, HistorySample, sample
@@ -162,10 +162,7 @@ class Controller:
 
     def check(self, plan: Plan) -> None:
         """Raise `PlanError` if a plan does not fit, or cannot be reached from the plan in force."""
-        present = self.plan
-        check_instances(present, plan)
-        for instance in present.instances:
-            diff(instance, plan.instance(instance.name), self._resources)
+        diff_all(self.plan, plan, self._resources)
         validate(plan, self._resources)
 
     def latest_decisions(self, limit: int) -> list[Decision]:

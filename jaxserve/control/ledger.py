@@ -16,12 +16,6 @@ class Ledger:
         self.budget = budget
         self.entries: Mapping[str, int] = dict(entries or {})
 
-    def copy(self) -> "Ledger":
-        """Return a ledger with the same budget and entries."""
-        ledger = Ledger(self.budget)
-        ledger.entries = dict(self.entries)
-        return ledger
-
     @property
     def used(self) -> int:
         """Sum of all entries in bytes."""

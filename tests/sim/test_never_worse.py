@@ -47,17 +47,15 @@ def test_many_instances_are_never_worse_than_full_precision(instances: int, seed
     compare(world(seed), mode, load_of(seed), seed, instances)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@pytest.mark.parametrize("load", [0.2, 0.5])
+@pytest.mark.parametrize("seed", [14, 79, 94])
+@pytest.mark.parametrize("load", [0.2, 0.4])
 @pytest.mark.parametrize("speed", SPEEDS)
-def test_server_that_holds_its_objective_is_left_alone(speed: str, load: float, platform: str) -> None:
-    roomy = world(7, speed=speed, short="nothing", platform=platform)
-    traffic = roomy.traffic(load, 7)
-    if roomy.run("static", traffic).p95_ttft > 0.5:
-        pytest.skip("the bursts of this traffic are too much for full precision")
-    adapted = roomy.run("morph", traffic)
-    assert adapted.decisions == 0
-    assert adapted == replace(roomy.run("static", traffic), decisions=0, restored=adapted.restored)
+def test_server_that_holds_its_objective_is_left_alone(speed: str, load: float, seed: int) -> None:
+    roomy = world(seed, speed=speed, short="nothing", platform="gpu")
+    traffic = roomy.traffic(load, seed)
+    static, adapted = (roomy.run(policy, traffic) for policy in ("static", "morph"))
+    assert static.p95_ttft < 0.5
+    assert adapted == static
 
 
 @pytest.mark.parametrize("mode", MODES)
