@@ -17,15 +17,18 @@ from jaxserve.core.bundled import bundled_model_path
 
 
 def test_a_server_under_load_changes_layers_and_changes_them_back():
-    setup = Setup(bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=4, prefill_tokens=64)
+    # Three requests fit into the pages of full precision, and 60 come at once.
+    setup = Setup(
+        bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=16, prefill_tokens=64, slo_ttft=0.5
+    )
     room = envelope(setup)
     known = systems(setup, room)
-    trace = Trace.of("t", [0.0] * 12, [64] * 12, [200] * 12)
+    trace = Trace.of("t", [0.0] * 60, [64] * 60, [200] * 60)
     load = workload(trace, Prompts(range(300, 1300), "numbers"), np.random.default_rng(0))
     seen = []
     result = run(known[PERFORMANCE], setup, load, command=["test"], progress=lambda time_s, scrape: seen.append(time_s))
     figures = adaptation_figures(result, profile_of(setup.model))
-    assert (result["completed"], result["failed"]) == (12, 0)
+    assert (result["completed"], result["failed"]) == (60, 0)
     assert figures["adaptation"]["most_swapped_layers"] > 0
     freed = (room.full_layers_bytes - room.quantized_layers_bytes) // room.page_bytes
     assert 0 < figures["adaptation"]["peak_kv_pages"] - known[PERFORMANCE].kv_pages <= freed + 1
@@ -75,7 +78,7 @@ def test_a_sweep_of_a_model_without_a_checkpoint_writes_figures_and_a_check_at_l
         (multiple, system) for multiple in (0.3, 1.5) for system in (FULL, PERFORMANCE)
     ]
     assert all(row["requests"] > 1 and row["failed"] == 0 for row in found["rows"])
-    assert all(0 < row["kv_used_max"] <= 1 and row["queue_mean_ms"] > 0 for row in found["rows"])
+    assert all(0 < row["kv_used_max"] <= 1 and row["queue_mean_ms"] >= 0 for row in found["rows"])
     assert [check["system"] for check in found["light_load"]] == [PERFORMANCE]
     assert found["light_load"][0]["answers"] == found["rows"][0]["requests"]
     assert found["quantised_by"] == "layers rounded to the nearest"

@@ -81,10 +81,13 @@ def test_dashboard_of_a_real_server_shows_a_burst_begin_and_end(open_page, url):
 
     with burst(url):
         page.wait_for_function("() => document.querySelectorAll('.cell.int4, .cell.int8').length >= 4")
+        # How far the ladder is climbed depends on the machine: some layers may be in int8.
         for precision, height in (("int4", "25%"), ("int8", "50%")):
             swapped = page.locator(f".cell.{precision}")
-            assert set(swapped.locator(".precision").all_text_contents()) == {precision}
-            assert {fill.evaluate("node => node.style.height") for fill in swapped.locator(".fill").all()} == {height}
+            heights = {fill.evaluate("node => node.style.height") for fill in swapped.locator(".fill").all()}
+            assert heights == ({height} if swapped.count() else set())
+            assert set(swapped.locator(".precision").all_text_contents()) <= {precision}
+        assert page.locator(".cell.int4").count()
         page.wait_for_function(
             "pages => Number(document.querySelector('#memory-legend .kv-used ~ data').value) > pages",
             arg=before["KV used"] + before["KV free"],  # more pages than before

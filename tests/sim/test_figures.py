@@ -40,8 +40,8 @@ def test_windows_under_four_policies(monkeypatch, tmp_path):
     assert not [row for row in found.values() if "worse" in row[2]]
     violated = {key: float(row[2]) for key, row in found.items()}
     for mode in ("morph", "morph-performance"):
-        assert violated["burstgpt", mode] < violated["burstgpt", "full precision"] - 10, "where pages are short"
-        assert int(found["burstgpt", mode][6]) > int(found["burstgpt", "full precision"][6])  # pages
+        assert violated["azure-conv", mode] < violated["azure-conv", "full precision"] - 10, "where pages are short"
+        assert int(found["azure-conv", mode][6]) > int(found["azure-conv", "full precision"][6])  # pages
     assert all(row[7] == "0" for (_, name), row in found.items() if "morph" not in name)  # decisions
 
 
