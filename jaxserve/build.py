@@ -279,10 +279,10 @@ def _step_costs(resolved: Resolved, executor: BlockExecutor, foreseen: Sequence[
         "kv_pages": resolved.plan.instances[0].kv_pages,
         "max_model_len": resolved.max_model_len,
         "fuse": config.fuse,
-        "fused": [plan.layer_precisions for plan in foreseen],
     }
     instance, variants = resolved.plan.instances[0], resolved.variants
-    costs = step_costs(executor, model, instance, variants, facts)
+    fused = [plan.layer_precisions for plan in (instance, *foreseen)] if executor.fuses_ahead else []
+    costs = step_costs(executor, model, instance, variants, fused, facts)
     for sentence in slow_precisions(costs, model.dtype, resolved.buckets.max_num_seqs):
         log.warning("%s", sentence)
     return costs

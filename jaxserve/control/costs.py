@@ -6,7 +6,8 @@ that serves (`MeasuredCosts`, filled by `executor.timing`). Measured costs add u
     step = rest(tokens, rows) + the sum over decoder layers of
            layer[kind, precision](tokens) + per_context[kind] * context + per_prefill[kind] * prefill
 
-The rest is the time of inputs, embedding, head, sampler and host. `context` and `prefill` are those of `StepLoad`.
+The rest is the time of inputs, embedding, head, sampler and host. It is shorter where all that a step runs is fused
+into one program, which the policy's foresight decides. `context` and `prefill` are those of `StepLoad`.
 """
 
 from collections import Counter
@@ -81,6 +82,9 @@ class MeasuredCosts:
     layers: Mapping[str, LayerCosts]  # by kind
     rest: Curve  # s of a step without its layers, by rows of the head
     per_token: float  # s of the rest for each token more than there are rows
+    fused_rest: Curve | None = None  # the same as `rest`, of steps that are fused
+    # Precisions of all layers with which steps that only decode are fused.
+    fused: tuple[tuple[str, ...], ...] = ()
 
     def of(self, instance: InstancePlan) -> "MeasuredInstance":
         """Return the step times of an instance. Raise `ConfigError` for a precision that was not measured."""
@@ -118,7 +122,9 @@ class MeasuredCosts:
         kinds = tuple(value["kinds"])
         if missing := set(kinds) - layers.keys():
             raise ValueError(f"there are no costs of layers of kind {', '.join(sorted(missing))}")
-        return cls(kinds, layers, _curve(value["rest"]), float(value["per_token"]))
+        fused_rest = None if value["fused_rest"] is None else _curve(value["fused_rest"])
+        fused = tuple(tuple(precisions) for precisions in value["fused"])
+        return cls(kinds, layers, _curve(value["rest"]), float(value["per_token"]), fused_rest, fused)
 
 
 class MeasuredInstance:
@@ -130,6 +136,8 @@ class MeasuredInstance:
         for kind, precision in self._layers:
             if precision not in (known := costs.layers[kind].by_precision):
                 raise ConfigError(f"the costs of {precision} layers are unknown: measured were {', '.join(known)}")
+        fused = instance.layer_precisions in costs.fused
+        self._decode_rest = costs.fused_rest if fused and costs.fused_rest is not None else costs.rest
         self._per_context = sum(costs.layers[kind].per_context for kind in costs.kinds)
         self._per_prefill = sum(costs.layers[kind].per_prefill for kind in costs.kinds)
         self._fixed: dict[tuple[int, int], float] = {}  # s, by (tokens, rows), which are as few as step shapes
@@ -147,7 +155,9 @@ class MeasuredInstance:
             count * costs.layers[kind].by_precision[precision](tokens)
             for (kind, precision), count in self._layers.items()
         )
-        return layers + costs.rest(rows) + costs.per_token * max(0, tokens - rows)
+        if tokens <= rows:
+            return layers + self._decode_rest(rows)
+        return layers + costs.rest(rows) + costs.per_token * (tokens - rows)
 
 
 def slow_precisions(costs: MeasuredCosts, full: str, max_rows: int) -> list[str]:

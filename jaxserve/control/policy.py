@@ -11,6 +11,8 @@ from jaxserve.telemetry import Snapshot
 
 State = TypeVar("State")
 
+MAX_FORESEEN = 4  # plans for which an instance has estimated the memory of the programs that it prepares
+
 
 @dataclass(frozen=True)
 class Proposal(Generic[State]):

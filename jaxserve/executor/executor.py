@@ -173,9 +173,14 @@ class BlockExecutor:
             _, self.pools[layer] = run(*inputs, self.pools[layer], *loaded.leaves)
         jax.block_until_ready(self.pools[layer])
 
+    @property
+    def fuses_ahead(self) -> bool:
+        """True if `fuse_decodes` fuses steps before the engine serves."""
+        return self._fused is not None and self._fused.at_warmup
+
     def fuse_decodes(self, layers: abc.Sequence[BlockSignature]) -> None:
         """Start to fuse the shapes of decode-only steps for these decoder layers, if the fused tier does so ahead."""
-        if self._fused is None or not self._fused.at_warmup:
+        if self._fused is None or not self.fuses_ahead:
             return
         for index, stage in enumerate(self._stages):
             for shape in self.buckets.all():

@@ -4,8 +4,8 @@ Real steps run through the executor on sequences that nobody asked for. A step w
 one without any; the difference is the time of these layers. Of a large model only a few layers are timed.
 
 Full precision and one variant take turns, so that a busy machine is no disadvantage for either. The fastest of several
-repetitions counts, because whatever else the machine does only makes steps slower. All precisions run block by block,
-although steps in some of them may be fused later: what that saves is counted in the rest of a step.
+repetitions counts, because whatever else the machine does only makes steps slower. All precisions run block by block.
+What fusing saves is measured once, in the precisions of the start, and counted in the rest of a step.
 
 At most one variant is loaded at a time, unless its layers run on variants that are in memory anyway.
 
@@ -44,7 +44,7 @@ from jaxserve.parallel.placement import Placement
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # of cached times
+FORMAT = 2  # of cached times
 FOLDER = "jaxserve-costs"  # in the folder of JAX's cache
 MAX_FILES = 64
 
@@ -164,9 +164,12 @@ class CostTimer:
         model: ModelConfig,
         instance: InstancePlan,
         variants: Items[str],
+        fused: Items[tuple[str, ...]] = (),
         now: Callable[[], float] = time.perf_counter,
     ):
+        """`fused`: the precisions of all layers with which the executor fuses steps, those of the start among them."""
         self._executor, self._variants, self._now = executor, variants, now
+        self._fused = tuple(dict.fromkeys(fused))
         self._layers = [block for block in executor.blocks if is_layer(block.block)]
         self.kinds = tuple(_kind(model, layer_index(loaded.block)) for loaded in self._layers)
         self._cases = Cases(executor, model.vocab_size, instance.kv_pages)
@@ -182,10 +185,11 @@ class CostTimer:
             shares = len(main) + sum(2 + max(1, len(precisions)) * len(main) for precisions in others.values())
             self._share = BUDGET_S / shares
             layers = {kind: self._of_kind(kind, precisions, main) for kind, precisions in others.items()}
-            rest, per_token = self._rest_costs(layers)
+            rest, per_token = self._rest_costs()
+            fused_rest = self._fused_rest(layers) if self._fused else None
         self._executor.shrink_pools({}, 1)  # pages were written: their memory is given back where it can be
         self._executor.wait_for_pools()
-        return MeasuredCosts(self.kinds, layers, rest, per_token)
+        return MeasuredCosts(self.kinds, layers, rest, per_token, fused_rest, self._fused)
 
     def _of_kind(self, kind: str, precisions: Items[str], main: Items[Case]) -> LayerCosts:
         base, running = self._running(kind)
@@ -231,11 +235,10 @@ class CostTimer:
         seconds = self._fastest({"short": (short.work, chain), "long": (long.work, chain)})
         return max(0.0, seconds["long"] - seconds["short"]) / (len(chain) * more)
 
-    def _rest_costs(self, layers: Mapping[str, LayerCosts]) -> tuple[Curve, float]:
+    def _rest_costs(self) -> tuple[Curve, float]:
         """Return the time (s) of a step without layers by rows, and that of each further token."""
         rest = {case: min(found) for case, found in self._rest.items()}
-        decodes = [(case.shape.rows, self._rest_of(case, layers)) for case in rest if not case.shape.tiles]
-        curve = _curve(decodes)
+        curve = _curve((case.shape.rows, seconds) for case, seconds in rest.items() if not case.shape.tiles)
         more = [
             max(0.0, seconds - curve(case.shape.rows)) / (case.shape.tokens - case.shape.rows)
             for case, seconds in rest.items()
@@ -243,11 +246,12 @@ class CostTimer:
         ]
         return curve, median(more) if more else 0.0
 
-    def _rest_of(self, case: Case, layers: Mapping[str, LayerCosts]) -> float:
-        """Return the time (s) of a step besides its layers, as it is while the engine serves.
+    def _fused_rest(self, layers: Mapping[str, LayerCosts]) -> Curve:
+        """Return the time (s) of a fused step besides its layers, by rows."""
+        decodes = [case for case in self._rest if not case.shape.tiles]
+        return _curve((case.shape.rows, self._fused_rest_of(case, layers)) for case in decodes)
 
-        Fast steps may then be fused, which takes less time than all of their blocks one by one.
-        """
+    def _fused_rest_of(self, case: Case, layers: Mapping[str, LayerCosts]) -> float:
         rest, tokens = min(self._rest[case]), case.shape.tokens
         running = zip(self.kinds, self._layers, strict=True)
         of_layers = sum(
@@ -351,18 +355,19 @@ def step_costs(
     model: ModelConfig,
     instance: InstancePlan,
     variants: Items[str],
+    fused: Items[tuple[str, ...]],
     facts: Mapping[str, Any],
     now: Callable[[], float] = time.perf_counter,
 ) -> MeasuredCosts:
     """Return the costs of steps on this machine: those of an earlier start, or else measured now (`CostTimer`).
 
-    The executor must be warm. `facts` are what determines the steps besides the model, the plan and the shapes.
+    The executor must be warm. `facts` are what determines the steps besides the other arguments and the shapes.
     """
-    file = _file(executor, model, instance, variants, facts)
+    file = _file(executor, model, instance, variants, fused, facts)
     costs = None if file is None else _read(file)
     if costs is not None and _covers(costs, instance, variants):
         return costs
-    costs = CostTimer(executor, model, instance, variants, now).measure()
+    costs = CostTimer(executor, model, instance, variants, fused, now).measure()
     if not costs.plausible:
         log.warning("the machine is busy: the costs of steps are rough, and the next start will time them again")
     elif file is not None:
@@ -378,6 +383,7 @@ def _file(
     model: ModelConfig,
     instance: InstancePlan,
     variants: Items[str],
+    fused: Items[tuple[str, ...]],
     facts: Mapping[str, Any],
 ) -> Path | None:
     """Return the file that caches the costs, None without a persistent cache."""
@@ -393,6 +399,7 @@ def _file(
         "buckets": asdict(executor.buckets),
         "stages": [[stage.tp, [asdict(block) for block in stage.blocks]] for stage in instance.stages],
         "variants": list(variants),
+        "fused": list(fused),
         "facts": {name: repr(fact) for name, fact in facts.items()},
     }
     return folder / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"

@@ -12,6 +12,7 @@ from math import inf
 
 from jaxserve.control.ledger import DeviceLedgers, Ledger
 from jaxserve.control.plan import InstancePlan, Plan
+from jaxserve.control.policy import MAX_FORESEEN
 from jaxserve.control.resources import Resources, stages_by_device
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import EngineConfig, ModelConfig
@@ -39,7 +40,6 @@ XLA_COMPILER = 400_000_000  # bytes that compiling products takes for a time
 VARIANTS = 50_000_000  # bytes for making and warming variants of layers
 XLA_SAMPLER = 6_100_000  # bytes for one step shape where XLA samples: sorts are large programs
 PROGRAMS = 3  # programs per step shape besides those of the layers
-MAX_FORESEEN = 4  # precision assignments that a policy names in advance, in addition to the one at the start
 POLICIES_WITHOUT_FORESIGHT = (STATIC, "manual")
 
 # Share of the memory for KV pages that the swap buffer may take. Larger batches of layers wait for fewer steps: on a

@@ -8,6 +8,7 @@ import pytest
 from jaxserve.control import InstancePlan, Resources, chain
 from jaxserve.control.policies import ACCURACY, INT8, PERFORMANCE, MorphPolicy, MorphSettings, StaticPolicy
 from jaxserve.control.policies.ladder import Loss
+from jaxserve.control.policy import MAX_FORESEEN
 from jaxserve.control.resources import validate_instance
 from jaxserve.core.errors import ConfigError
 from jaxserve.telemetry import Recent, Snapshot
@@ -304,17 +305,26 @@ def test_reason_of_a_decision_with_two_precisions_names_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "counts"), [(ACCURACY, [2, 4, 8, 16]), (TO_INT4, [2, 4, 8, 12]), (PERFORMANCE, [4, 8, 16])]
+    ("settings", "counts"), [(ACCURACY, [2, 8, 16]), (TO_INT4, [2, 8, 12]), (PERFORMANCE, [4, 16])]
 )
 def test_foresee_lists_the_plans_reached_under_pressure(settings: MorphSettings, counts: list[int]) -> None:
     policy = MorphPolicy(MACHINE, ORDER, settings)
+    expected = [
+        [settings.precision_at(place, 16) if place < count else "bfloat16" for place in range(16)] for count in counts
+    ]
+    if settings.second:
+        expected.append([settings.second] * 16)
     for asked in (policy, chain(StaticPolicy(), policy)):
         foreseen = [plan.layer_precisions for plan in asked.foresee(HOME)]
-        assert [[layers[layer] for layer in ORDER] for layers in foreseen] == [
-            [settings.precision_at(place, 16) if place < count else "bfloat16" for place in range(16)]
-            for count in counts
-        ]
+        assert [[layers[layer] for layer in ORDER] for layers in foreseen] == expected
     assert list(chain(StaticPolicy()).foresee(HOME)) == []
+
+
+def test_foresee_lists_the_highest_of_many_plans() -> None:
+    settings = replace(ACCURACY, last_resort="int3")
+    foreseen = [plan.layer_precisions for plan in MorphPolicy(machine(precisions=("int8", "int4", "int3")), ORDER, settings).foresee(HOME)]
+    assert [set(layers) for layers in foreseen[-2:]] == [{"int4"}, {"int3"}]
+    assert len(foreseen) == MAX_FORESEEN
 
 
 def test_layers_already_changed_or_outside_the_order_stay() -> None:

@@ -149,7 +149,8 @@ class Clocked:
 
 def measured(executor: Any, *variants: str) -> MeasuredCosts:
     plan = executor.plan("bfloat16")
-    return CostTimer(executor, executor.model, plan, variants, lambda: executor.time).measure()
+    fused = (plan.layer_precisions, executor.plan("int4").layer_precisions) if executor.fused else ()
+    return CostTimer(executor, executor.model, plan, variants, fused, lambda: executor.time).measure()
 
 
 def check(costs: MeasuredCosts, executor: Clocked, *precisions: str, rel: float = 1e-6) -> None:
@@ -179,10 +180,16 @@ def test_measured_costs_add_up_to_what_steps_take(model: ModelConfig, stages: in
 
 def test_what_fusing_saves_is_no_cost_of_a_layer() -> None:
     executor = Clocked(fused=4e-4)
-    cost = measured(executor, "int4").of(executor.plan("int4"))
-    load = StepLoad(4, 4, 4, 4, 0)
-    layers = [replace(layer, precision="int4") for layer in executor.layers]
-    assert cost.seconds(load) == pytest.approx(executor.seconds(load, layers) - 4e-4)
+    costs = measured(executor, "int8", "int4")
+    for precision, load, saved in (
+        ("bfloat16", StepLoad(4, 4, 4, 4, 0), 4e-4),
+        ("int4", StepLoad(4, 4, 4, 4, 0), 4e-4),
+        ("int4", StepLoad(32, 4, 0, 0, 300), 0.0),  # a step with a prompt is not fused
+        ("int8", StepLoad(4, 4, 4, 4, 0), 0.0),  # nor is one in precisions that nobody foresaw
+    ):
+        layers = [replace(layer, precision=precision) for layer in executor.layers]
+        cost = costs.of(executor.plan(precision))
+        assert cost.seconds(load) == pytest.approx(executor.seconds(load, layers) - saved), (precision, load)
 
 
 def test_other_work_of_the_machine_biases_no_precision() -> None:
@@ -235,7 +242,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[MeasuredCosts, bool]]]
     def run(executor: Any = None, variants: tuple[str, ...] = ("int4",), **facts: Any) -> tuple[MeasuredCosts, bool]:
         executor = executor or Clocked()
         plan = executor.plan("bfloat16")
-        costs = step_costs(executor, MODEL, plan, variants, facts, lambda: executor.time)
+        fused = [executor.plan(precision).layer_precisions for precision in facts.pop("fused", ())]
+        costs = step_costs(executor, MODEL, plan, variants, fused, facts, lambda: executor.time)
         return costs, executor.steps > 0
 
     yield run
@@ -253,6 +261,7 @@ def test_start_with_other_variants_or_facts_times_its_steps(start: Callable) -> 
     start(page_size=4)
     assert start(page_size=8)[1]
     assert start(page_size=4, variants=("int4", "int8"))[1]
+    assert start(page_size=4, fused=("bfloat16",))[1]
     assert not start(page_size=4)[1]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 
 from jaxserve.control.capacity import Capacity
 from jaxserve.control.plan import BlockPlan, InstancePlan
@@ -11,6 +12,7 @@ from jaxserve.core.block_names import layer_name
 from jaxserve.core.precision import BITS
 
 Loss = Callable[[Sequence[str]], float]  # precisions of all layers -> rise of the cross-entropy, as a share
+Wanted = Sequence[tuple[int, tuple[str, ...]]]  # layers in order, each with the precisions that it may change to
 
 
 class Ladder:
@@ -33,7 +35,9 @@ class Ladder:
         """`order` has the layers that may change, the least important first. `loss` is what `settings` limits."""
         self.initial = initial
         self._resources = resources
-        self._changes = tuple(_changes(initial, resources, order, settings, loss))
+        rounds = [tuple(changes) for changes in _rounds(initial, resources, order, settings, loss)]
+        self._changes = tuple(change for changes in rounds for change in changes)
+        self.round_ends = tuple(accumulate(map(len, rounds)))  # levels at which all changes of a round are made
         self._plans: dict[int, InstancePlan] = {0: initial}
         self._capacities: dict[int, Capacity] = {}
         self.top = len(self._changes)
@@ -78,35 +82,42 @@ class Ladder:
         return sizes
 
 
-def _changes(
+def _rounds(
     initial: InstancePlan, resources: Resources, order: Sequence[int], settings: MorphSettings, loss: Loss | None
-) -> Iterator[tuple[str, str]]:
-    """Yield (layer, precision) for each change on the ladder. Each one takes fewer bytes than the layer had before."""
+) -> Iterator[Iterator[tuple[str, str]]]:
+    """Yield the changes (layer, precision) of each round, to be taken before the next round's.
+
+    Each change takes fewer bytes than the layer had before.
+    """
     precisions = list(initial.layer_precisions)
-    for layer, wanted in _wanted_changes(len(precisions), order, settings):
-        block = layer_name(layer)
-        size = resources.bytes_of(block, precisions[layer])
-        for precision in filter(None, wanted):
-            changed = [*precisions[:layer], precision, *precisions[layer + 1 :]]
-            if resources.bytes_of(block, precision) < size and (
-                loss is None or loss(changed) <= settings.max_quality_loss
-            ):
-                precisions = changed
-                yield block, precision
-                break
+
+    def made(wanted: Wanted) -> Iterator[tuple[str, str]]:
+        for layer, allowed in wanted:
+            block = layer_name(layer)
+            size = resources.bytes_of(block, precisions[layer])
+            for precision in filter(None, allowed):
+                changed = [*precisions[:layer], precision, *precisions[layer + 1 :]]
+                if resources.bytes_of(block, precision) < size and (
+                    loss is None or loss(changed) <= settings.max_quality_loss
+                ):
+                    precisions[:] = changed
+                    yield block, precision
+                    break
+
+    yield from map(made, _wanted_rounds(len(precisions), order, settings))
 
 
-def _wanted_changes(
-    num_layers: int, order: Sequence[int], settings: MorphSettings
-) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield (layer, precisions) for all changes that the settings name, in order: the first precision that is allowed.
+def _wanted_rounds(num_layers: int, order: Sequence[int], settings: MorphSettings) -> tuple[Wanted, Wanted, Wanted]:
+    """Return the changes that the settings name in each round: layers, and their precisions by preference.
 
     A layer that may not change to `precision`, because too much quality would be lost, may change to `rest`.
     """
     two = bool(settings.rest) and settings.most_layers < 1
     instead = (settings.rest,) if two and BITS[settings.rest] > BITS[settings.precision] else ()
     first = {layer: settings.precision_at(place, num_layers) for place, layer in enumerate(order)}
-    for layer, precision in first.items():
-        yield layer, (precision, *instead)
-    yield from ((layer, (settings.second,)) for layer in order if settings.second and first[layer] == settings.rest)
-    yield from ((layer, (settings.last_resort,)) for layer in order)
+    escalated = [layer for layer in order if settings.second and first[layer] == settings.rest]
+    return (
+        [(layer, (precision, *instead)) for layer, precision in first.items()],
+        [(layer, (settings.second,)) for layer in escalated],
+        [(layer, (settings.last_resort,)) for layer in order],
+    )

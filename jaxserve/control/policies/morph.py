@@ -16,7 +16,7 @@ from jaxserve.control.policies.morph_load import Load, recent_of
 from jaxserve.control.policies.morph_settings import ACCURACY, MorphSettings
 from jaxserve.control.policies.morph_state import WORKLOAD_WINDOW, MorphState
 from jaxserve.control.policies.morph_texts import change_text, ms
-from jaxserve.control.policy import Proposal
+from jaxserve.control.policy import MAX_FORESEEN, Proposal
 from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import layer_name
 from jaxserve.core.errors import ConfigError
@@ -113,10 +113,10 @@ class MorphPolicy:
         return self._enter(moment, ", ".join(pressure)) if pressure else self._release(moment)
 
     def foresee(self, plan: InstancePlan) -> Sequence[InstancePlan]:
-        """Return the plans after one and two decisions, after an urgent one, and with all first changes made."""
+        """Return the plans after one decision, after an urgent one, and after each round of changes."""
         ladder, settings = self.init(plan).ladder, self.settings
-        counts = {settings.entry_layers, 2 * settings.entry_layers, settings.urgent_layers, len(self._order)}
-        levels = sorted({min(count, ladder.top) for count in counts} - {0})
+        counts = {settings.entry_layers, settings.urgent_layers, *ladder.round_ends}
+        levels = sorted({min(count, ladder.top) for count in counts} - {0})[-MAX_FORESEEN:]
         return [ladder.plan(level).with_kv_pages(plan.kv_pages) for level in levels]
 
     # -- entry
