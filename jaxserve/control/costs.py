@@ -6,13 +6,13 @@ that serves (`MeasuredCosts`, filled by `executor.timing`). Measured costs add u
     step = rest(tokens, rows) + the sum over decoder layers of
            layer[kind, precision](tokens) + per_context[kind] * context + per_prefill[kind] * prefill
 
-The rest is the time of inputs, embedding, head, sampler and host. It is shorter where all that a step runs is fused
-into one program, which the policy's foresight decides. `context` and `prefill` are those of `StepLoad`.
+The rest is the time of inputs, embedding, head, sampler and host. `context` and `prefill` are those of `StepLoad`.
+Where all that a step runs is fused into one program, the step without attention is measured as a whole.
 """
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any, Protocol
 
@@ -82,9 +82,8 @@ class MeasuredCosts:
     layers: Mapping[str, LayerCosts]  # by kind
     rest: Curve  # s of a step without its layers, by rows of the head
     per_token: float  # s of the rest for each token more than there are rows
-    fused_rest: Curve | None = None  # the same as `rest`, of steps that are fused
-    # Precisions of all layers with which steps that only decode are fused.
-    fused: tuple[tuple[str, ...], ...] = ()
+    # s of steps that only decode, without attention, by rows: for the precisions of all layers with which they are fused.
+    fused: Mapping[tuple[str, ...], Curve] = field(default_factory=dict)
 
     def of(self, instance: InstancePlan) -> "MeasuredInstance":
         """Return the step times of an instance. Raise `ConfigError` for a precision that was not measured."""
@@ -99,11 +98,12 @@ class MeasuredCosts:
     def plausible(self) -> bool:
         """True if all layers take time. Otherwise the times were measured on a machine that was too busy."""
         curves = [curve for kind in self.layers.values() for curve in kind.by_precision.values()]
+        curves += self.fused.values()
         return all(seconds > 0 for curve in curves for _, seconds in curve.points)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the costs as values for JSON."""
-        return asdict(self)
+        return {**asdict(self), "fused": [[list(names), asdict(curve)] for names, curve in self.fused.items()]}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "MeasuredCosts":
@@ -122,9 +122,8 @@ class MeasuredCosts:
         kinds = tuple(value["kinds"])
         if missing := set(kinds) - layers.keys():
             raise ValueError(f"there are no costs of layers of kind {', '.join(sorted(missing))}")
-        fused_rest = None if value["fused_rest"] is None else _curve(value["fused_rest"])
-        fused = tuple(tuple(precisions) for precisions in value["fused"])
-        return cls(kinds, layers, _curve(value["rest"]), float(value["per_token"]), fused_rest, fused)
+        fused = {tuple(precisions): _curve(curve) for precisions, curve in value["fused"]}
+        return cls(kinds, layers, _curve(value["rest"]), float(value["per_token"]), fused)
 
 
 class MeasuredInstance:
@@ -136,8 +135,7 @@ class MeasuredInstance:
         for kind, precision in self._layers:
             if precision not in (known := costs.layers[kind].by_precision):
                 raise ConfigError(f"the costs of {precision} layers are unknown: measured were {', '.join(known)}")
-        fused = instance.layer_precisions in costs.fused
-        self._decode_rest = costs.fused_rest if fused and costs.fused_rest is not None else costs.rest
+        self._fused = costs.fused.get(instance.layer_precisions)
         self._per_context = sum(costs.layers[kind].per_context for kind in costs.kinds)
         self._per_prefill = sum(costs.layers[kind].per_prefill for kind in costs.kinds)
         self._fixed: dict[tuple[int, int], float] = {}  # s, by (tokens, rows), which are as few as step shapes
@@ -151,31 +149,37 @@ class MeasuredInstance:
 
     def _without_attention(self, tokens: int, rows: int) -> float:
         costs = self._costs
+        if tokens <= rows and self._fused is not None:
+            return self._fused(rows)
         layers = sum(
             count * costs.layers[kind].by_precision[precision](tokens)
             for (kind, precision), count in self._layers.items()
         )
-        if tokens <= rows:
-            return layers + self._decode_rest(rows)
-        return layers + costs.rest(rows) + costs.per_token * (tokens - rows)
+        return layers + costs.rest(rows) + costs.per_token * max(0, tokens - rows)
 
 
 def slow_precisions(costs: MeasuredCosts, full: str, max_rows: int) -> list[str]:
     """Return a sentence for each precision that is not faster than full precision, at few and at many decode rows.
 
-    `full` is full precision, and `max_rows` are the decode rows of the largest step.
+    `full` is full precision, and `max_rows` are the decode rows of the largest step. Where steps are fused, precisions
+    that no fused step has in all layers are left out: nothing that is measured tells how fast they are.
     """
     measured = set.intersection(*(set(kind.by_precision) for kind in costs.layers.values()))
-    rows = min(USUAL_ROWS, max_rows)
+    sizes = (min(USUAL_ROWS, max_rows), 1, max_rows)
+
+    def seconds(precision: str, rows: int) -> float:
+        fused = costs.fused.get((precision,) * len(costs.kinds))
+        return costs.layer_seconds(precision, rows) if fused is None else fused(rows)
+
     sentences = []
     for precision in sorted(measured - {full}) if full in measured else ():
-        usual, least, most = (
-            costs.layer_seconds(precision, size) / max(costs.layer_seconds(full, size), 1e-9)
-            for size in (rows, 1, max_rows)
-        )
+        if costs.fused and not {(name,) * len(costs.kinds) for name in (precision, full)} <= costs.fused.keys():
+            continue
+        usual, least, most = (seconds(precision, rows) / max(seconds(full, rows), 1e-9) for rows in sizes)
         if usual >= 1 and most >= 1:
+            what = "steps" if costs.fused else "layers"
             sentences.append(
-                f"{precision} layers take {usual:.2f}x the time of {full} at {rows} decode rows here "
+                f"{what} in {precision} take {usual:.2f}x the time of {full} at {sizes[0]} decode rows here "
                 f"({least:.2f}x at 1, {most:.2f}x at {max_rows}): adaptation can gain KV pages, but no speed"
             )
     return sentences

@@ -188,13 +188,14 @@ class BlockExecutor:
                     self._compiler.fuse(self._fused, index, stage, shape, layers[stage.pools])
 
     @contextmanager
-    def running(self, layers: abc.Sequence[LoadedBlock]) -> Iterator[None]:
-        """Run steps block by block through these decoder layers alone, while nothing else runs steps.
+    def running(self, layers: abc.Sequence[LoadedBlock], *, fused: bool = False) -> Iterator[None]:
+        """Run steps through these decoder layers alone, block by block or `fused`, while nothing else runs steps.
 
         Each layer runs on its own devices. The results are wrong: such steps are only good to be timed.
         """
-        stages, fused = self._stages, self._fused
-        self._fused = None
+        stages, tier = self._stages, self._fused
+        if not fused:
+            self._fused = None
         self._use_stages(
             tuple(
                 replace(stage, layers=tuple(loaded for loaded in layers if loaded.placement == stage.placement))
@@ -204,7 +205,7 @@ class BlockExecutor:
         try:
             yield
         finally:
-            self._fused = fused
+            self._fused = tier
             self._use_stages(stages)
 
     def close(self) -> None:

@@ -4,8 +4,8 @@ Real steps run through the executor on sequences that nobody asked for. A step w
 one without any; the difference is the time of these layers. Of a large model only a few layers are timed.
 
 Full precision and one variant take turns, so that a busy machine is no disadvantage for either. The fastest of several
-repetitions counts, because whatever else the machine does only makes steps slower. All precisions run block by block.
-What fusing saves is measured once, in the precisions of the start, and counted in the rest of a step.
+repetitions counts, because whatever else the machine does only makes steps slower. These steps run block by block.
+Where fast steps that only decode are fused before the engine serves, each such assignment of precisions is timed too.
 
 At most one variant is loaded at a time, unless its layers run on variants that are in memory anyway.
 
@@ -19,8 +19,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence as Items
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -58,9 +58,16 @@ BURST_S = 0.003  # time for which fast steps run before another trial takes its 
 FUSED_S = 0.02  # steps that take longer gain little by being fused, and whole ones would take long to time
 ALONE_S = 0.002  # a step that takes longer is timed alone, as the host's work between steps hardly matters
 
-# A step and the decoder layers that it runs through block by block; None for the model's, as while the engine serves.
-Trial = tuple[Work, tuple[LoadedBlock, ...] | None]
 Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A step to be timed, the decoder layers that it runs through, and whether all that it runs is one program."""
+
+    work: Work
+    layers: tuple[LoadedBlock, ...]
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,10 +193,11 @@ class CostTimer:
             self._share = BUDGET_S / shares
             layers = {kind: self._of_kind(kind, precisions, main) for kind, precisions in others.items()}
             rest, per_token = self._rest_costs()
-            fused_rest = self._fused_rest(layers) if self._fused else None
+            costs = MeasuredCosts(self.kinds, layers, rest, per_token)
+            costs = replace(costs, fused=self._fused_steps(costs))
         self._executor.shrink_pools({}, 1)  # pages were written: their memory is given back where it can be
         self._executor.wait_for_pools()
-        return MeasuredCosts(self.kinds, layers, rest, per_token, fused_rest, self._fused)
+        return costs
 
     def _of_kind(self, kind: str, precisions: Items[str], main: Items[Case]) -> LayerCosts:
         base, running = self._running(kind)
@@ -219,8 +227,8 @@ class CostTimer:
         """
         *_, running = chains.values()
         count = self._affordable(case, running, len(chains) + 1)
-        trials: dict[str, Trial] = {"": (case.work, ())}
-        trials |= {precision: (case.work, tuple(layers[:count])) for precision, layers in chains.items()}
+        trials = {"": Trial(case.work, ())}
+        trials |= {precision: Trial(case.work, tuple(layers[:count])) for precision, layers in chains.items()}
         seconds = self._fastest(trials)
         rest = seconds.pop("")
         self._rest.setdefault(case, []).append(rest)
@@ -232,7 +240,7 @@ class CostTimer:
         if more <= 0:
             return 0.0
         chain = tuple(layers[: self._affordable(long, layers, 2)])
-        seconds = self._fastest({"short": (short.work, chain), "long": (long.work, chain)})
+        seconds = self._fastest({"short": Trial(short.work, chain), "long": Trial(long.work, chain)})
         return max(0.0, seconds["long"] - seconds["short"]) / (len(chain) * more)
 
     def _rest_costs(self) -> tuple[Curve, float]:
@@ -246,21 +254,22 @@ class CostTimer:
         ]
         return curve, median(more) if more else 0.0
 
-    def _fused_rest(self, layers: Mapping[str, LayerCosts]) -> Curve:
-        """Return the time (s) of a fused step besides its layers, by rows."""
+    def _fused_steps(self, costs: MeasuredCosts) -> dict[tuple[str, ...], Curve]:
+        """Return the times (s) of fused steps without attention by rows, for the assignments that are fused."""
         decodes = [case for case in self._rest if not case.shape.tiles]
-        return _curve((case.shape.rows, self._fused_rest_of(case, layers)) for case in decodes)
-
-    def _fused_rest_of(self, case: Case, layers: Mapping[str, LayerCosts]) -> float:
-        rest, tokens = min(self._rest[case]), case.shape.tokens
-        running = zip(self.kinds, self._layers, strict=True)
-        of_layers = sum(
-            layers[kind].by_precision[loaded.precision](tokens) + layers[kind].per_context * case.context
-            for kind, loaded in running
-        )
-        if rest + of_layers >= FUSED_S:
-            return rest
-        return max(0.0, self._fastest({"": (case.work, None)})[""] - of_layers)
+        per_context = sum(costs.layers[kind].per_context for kind in self.kinds)
+        points: dict[tuple[str, ...], list[tuple[int, float]]] = {}
+        with ExitStack() as stack:
+            chains = {names: stack.enter_context(self._assigned(names)) for names in self._fused}
+            chains = {names: layers for names, layers in chains.items() if layers}
+            first = [self._alone(Trial(decodes[0].work, layers, fused=True)) for layers in chains.values()]
+            if not first or min(first) >= FUSED_S:
+                return {}
+            for case in decodes:
+                trials = {names: Trial(case.work, layers, fused=True) for names, layers in chains.items()}
+                for names, seconds in self._fastest(trials).items():
+                    points.setdefault(names, []).append((case.shape.rows, seconds - per_context * case.context))
+        return {names: _curve(found) for names, found in points.items()}
 
     # -- layers
 
@@ -292,9 +301,27 @@ class CostTimer:
             for layer in loaded:
                 layer.free()
 
+    @contextmanager
+    def _assigned(self, precisions: Items[str]) -> Iterator[tuple[LoadedBlock, ...]]:
+        """Load the layers of an assignment that do not run at present, or yield none if they would take memory."""
+        loaded: list[LoadedBlock] = []
+        try:
+            chain = []
+            for running, precision in zip(self._layers, precisions, strict=True):
+                if running.precision != precision:
+                    loaded.append(self._executor.prepare(running.block, precision))
+                    if not loaded[-1].in_place:
+                        yield ()
+                        return
+                chain.append(running if running.precision == precision else loaded[-1])
+            yield tuple(chain)
+        finally:
+            for layer in loaded:
+                layer.free()
+
     def _affordable(self, case: Case, layers: Items[LoadedBlock], trials: int) -> int:
         """Return how many of these layers a step may have so that some rounds of trials fit a share, at least one."""
-        rest, one = (min(self._alone(case.work, layers[:count]) for _ in range(2)) for count in (0, 1))
+        rest, one = (min(self._alone(Trial(case.work, tuple(layers[:n]))) for _ in range(2)) for n in (0, 1))
         allowed = self._share / (MIN_ROUNDS * trials)
         return min(len(layers), max(1, int((allowed - rest) / max(one - rest, 1e-6))))
 
@@ -309,45 +336,42 @@ class CostTimer:
     def _fastest(self, trials: Mapping[Key, Trial]) -> dict[Key, float]:
         """Return the shortest time (s) of a step of each trial. The trials take turns, as often as a share allows."""
         # The first use of KV pages takes long where they get their memory only then.
-        self._alone(*max(trials.values(), key=lambda trial: len(trial[1] or ())))
+        self._alone(max(trials.values(), key=lambda trial: len(trial.layers)))
         begin = self._now()
         fastest = dict.fromkeys(trials, inf)
         for done in range(1, MAX_ROUNDS + 1):
             for key, trial in trials.items():
-                fastest[key] = min(fastest[key], self._sample(*trial))
+                fastest[key] = min(fastest[key], self._sample(trial))
             elapsed = self._now() - begin
             if elapsed > self._share or (done >= MIN_ROUNDS and elapsed * (done + 1) / done > self._share):
                 break
         return fastest
 
-    def _sample(self, work: Work, layers: Items[LoadedBlock] | None) -> float:
+    def _sample(self, trial: Trial) -> float:
         """Return the time (s) of a step.
 
         Fast steps run as in a step loop: the next one is dispatched before one has ended. The fastest few in a row
         count.
         """
-        alone = self._alone(work, layers)
+        alone = self._alone(trial)
         if alone >= ALONE_S:
             return alone
         execute, ends = self._executor.execute, list[float]()
-        with self._through(layers):
-            pending = execute(work)
+        with self._executor.running(trial.layers, fused=trial.fused):
+            pending = execute(trial.work)
             while len(ends) <= WINDOW or ends[-1] - ends[0] < BURST_S:
-                following = execute(work)
+                following = execute(trial.work)
                 pending.fetch()
                 pending = following
                 ends.append(self._now())
             pending.fetch()
         return min(end - begin for begin, end in zip(ends, ends[WINDOW:], strict=False)) / WINDOW
 
-    def _alone(self, work: Work, layers: Items[LoadedBlock] | None) -> float:
-        with self._through(layers):
+    def _alone(self, trial: Trial) -> float:
+        with self._executor.running(trial.layers, fused=trial.fused):
             begin = self._now()
-            self._executor.execute(work).fetch()
+            self._executor.execute(trial.work).fetch()
             return self._now() - begin
-
-    def _through(self, layers: Items[LoadedBlock] | None) -> AbstractContextManager[None]:
-        return nullcontext() if layers is None else self._executor.running(layers)
 
 
 def step_costs(

@@ -1,6 +1,7 @@
 """Measured costs add up, are interpolated between measured sizes, and say which precisions are slow."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -84,7 +85,28 @@ def test_precisions_that_gain_no_speed_are_named_with_how_slow_they_are() -> Non
     }
     costs = MeasuredCosts(("dense", "dense"), layers, Curve(((1, 0.1),)), 0.0)
     assert slow_precisions(costs, "bfloat16", 32) == [
-        "int4 layers take 3.23x the time of bfloat16 at 4 decode rows here (5.00x at 1, 1.50x at 32): "
+        "layers in int4 take 3.23x the time of bfloat16 at 4 decode rows here (5.00x at 1, 1.50x at 32): "
         "adaptation can gain KV pages, but no speed"
     ]
     assert slow_precisions(costs, "float32", 32) == [], "full precision was not measured"
+
+
+def test_fused_steps_tell_which_precisions_gain_no_speed() -> None:
+    fused = {("bfloat16",) * 4: Curve(((4, 0.2),)), ("bfloat16", "int8") * 2: Curve(((4, 0.4),))}
+    costs = replace(COSTS, kinds=("dense",) * 4, layers={"dense": DENSE}, fused=fused)
+    assert slow_precisions(costs, "bfloat16", 4) == [], "all layers in int4 are not fused"
+    costs = replace(costs, fused=fused | {("int4",) * 4: Curve(((1, 0.22), (4, 0.3)))})
+    (sentence,) = slow_precisions(costs, "bfloat16", 4)
+    assert "steps in int4 take 1.50x the time of bfloat16 at 4 decode rows here (1.10x at 1" in sentence
+
+
+def test_fused_steps_take_the_time_that_was_measured_for_them() -> None:
+    assignment = ("bfloat16", "int4", "bfloat16", "int4")
+    costs = replace(COSTS, fused={assignment: Curve(((1, 0.2), (4, 0.5)))})
+    fused, other = costs.of(instance(*assignment)), costs.of(instance(*["bfloat16"] * 4))
+    decodes, prompt = StepLoad(4, 4, 4, 500, 0), StepLoad(32, 4, 0, 0, 1000)
+    attention = 500 * (3 * 1e-5 + 1e-6)
+    assert fused.seconds(decodes) == pytest.approx(0.5 + attention)
+    assert other.seconds(decodes) == COSTS.of(instance(*["bfloat16"] * 4)).seconds(decodes)
+    assert fused.seconds(prompt) == COSTS.of(instance(*assignment)).seconds(prompt)
+    assert MeasuredCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs

@@ -62,7 +62,7 @@ class Layer:
 class Clocked:
     """An executor whose steps take the seconds of a formula on a clock of their own.
 
-    `fused` are the seconds that a step saves if it runs through the model's own layers. A step may be `disturbed`.
+    `fused` are the seconds that a fused step saves. A step may be `disturbed`.
     """
 
     model: ModelConfig = MODEL
@@ -99,8 +99,9 @@ class Clocked:
         return self.prepared[-1]
 
     @contextmanager
-    def running(self, layers: Sequence[Layer]) -> Iterator[None]:
-        self._chain = tuple(layers)
+    def running(self, layers: Sequence[Layer], *, fused: bool = False) -> Iterator[None]:
+        assert not fused or self.fused
+        self._chain, self._fusing = tuple(layers), fused
         self.chains.append(self._chain)
         yield
         self._chain = None
@@ -112,7 +113,8 @@ class Clocked:
         self.steps += 1
         self.works.append(work)
         load = self._loads.of(work)
-        seconds = self.seconds(load, self._chain) * self.slowness + self.disturbed(self.steps)
+        assert self._chain is not None
+        seconds = self.seconds(load, self._chain, self._fusing) * self.slowness + self.disturbed(self.steps)
         self._device_free = end = max(self._device_free, self.time) + seconds
 
         def fetch() -> StepOutput:
@@ -121,9 +123,9 @@ class Clocked:
 
         return SimpleNamespace(fetch=fetch)
 
-    def seconds(self, load: StepLoad, chain: Sequence[Layer] | None) -> float:
-        saved = self.fused if chain is None and not load.prefill else 0.0
-        layers = [] if self.free_layers else self.layers if chain is None else chain
+    def seconds(self, load: StepLoad, chain: Sequence[Layer], fused: bool = False) -> float:
+        saved = self.fused if fused and not load.prefill else 0.0
+        layers = [] if self.free_layers else chain
         rest = 1e-3 + 1e-4 * load.rows + 1e-5 * max(0, load.tokens - load.rows)
         return rest - saved + sum(self.layer_seconds(layer, load) for layer in layers)
 
@@ -190,6 +192,12 @@ def test_what_fusing_saves_is_no_cost_of_a_layer() -> None:
         layers = [replace(layer, precision=precision) for layer in executor.layers]
         cost = costs.of(executor.plan(precision))
         assert cost.seconds(load) == pytest.approx(executor.seconds(load, layers) - saved), (precision, load)
+
+
+@pytest.mark.parametrize("changes", [{"copies": True}, {"slowness": 50.0}], ids=["variants take memory", "slow steps"])
+def test_fused_steps_are_not_timed_where_they_cost_more_than_they_tell(changes: dict) -> None:
+    costs = measured(Clocked(fused=4e-4, **changes), "int4")
+    assert tuple("int4" for _ in costs.kinds) not in costs.fused
 
 
 def test_other_work_of_the_machine_biases_no_precision() -> None:
@@ -261,7 +269,7 @@ def test_start_with_other_variants_or_facts_times_its_steps(start: Callable) -> 
     start(page_size=4)
     assert start(page_size=8)[1]
     assert start(page_size=4, variants=("int4", "int8"))[1]
-    assert start(page_size=4, fused=("bfloat16",))[1]
+    assert start(Clocked(fused=1e-4), page_size=4, fused=("bfloat16",))[1]
     assert not start(page_size=4)[1]
 
 

@@ -14,7 +14,7 @@ from jaxserve.control.policies import morph_release
 from jaxserve.control.policies.ladder import Ladder, Loss
 from jaxserve.control.policies.morph_load import Load, recent_of
 from jaxserve.control.policies.morph_settings import ACCURACY, MorphSettings
-from jaxserve.control.policies.morph_state import WORKLOAD_WINDOW, MorphState
+from jaxserve.control.policies.morph_state import MorphState
 from jaxserve.control.policies.morph_texts import change_text, ms
 from jaxserve.control.policy import MAX_FORESEEN, Proposal
 from jaxserve.control.resources import Resources
@@ -102,7 +102,7 @@ class MorphPolicy:
     def update(self, snapshot: Snapshot, plan: InstancePlan, state: MorphState) -> Proposal[MorphState]:
         """Return the next plan, the next state and the reason, which says what is waited for if the plan stays."""
         now = snapshot.time
-        if plan is not state.plan or now - state.newer.time > WORKLOAD_WINDOW:
+        if not state.is_current(snapshot, plan):
             state = state.observed(snapshot, plan)
         pressure = self._pressure(snapshot)
         if not pressure and not state.level:

@@ -58,7 +58,7 @@ class Load:
             tokens_per_s=(recent.arrivals_per_s or 0.0) * workload.answer,
             usage=usage,
             preempted=bool(recent.preemptions),
-            biases=state.with_biases(snapshot).biases(snapshot.time, settings.relapse_memory),
+            biases=state.with_steps(snapshot).biases(snapshot.time, settings.relapse_memory),
             cautious=snapshot.time - state.last_harm <= settings.relapse_memory,
         )
 

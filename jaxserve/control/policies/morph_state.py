@@ -11,8 +11,46 @@ from jaxserve.telemetry import Snapshot
 
 NEVER = -math.inf
 START = Snapshot()  # before the first step
-WORKLOAD_WINDOW = 30.0  # s; the workload is that of the last one to two windows
-EVIDENCE = 2.0  # s of steps from which the estimates are corrected
+EVIDENCE = 2.0  # s of steps after which a level is known to be slower or faster than estimated
+WEIGHT = 0.25  # s of steps; an average of all levels counts as much as so many of the level's own
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window of the last one to two lengths of time, in the sums that snapshots have."""
+
+    length: float  # s
+    begin: Snapshot = START
+    middle: Snapshot = START  # the begin of the next window
+
+    def at(self, snapshot: Snapshot) -> "Window":
+        """Return the window at the time of a snapshot."""
+        passed = snapshot.time - self.middle.time > self.length
+        return Window(self.length, self.middle, snapshot) if passed else self
+
+    def restarted(self, snapshot: Snapshot) -> "Window":
+        """Return a window that begins now."""
+        return Window(self.length, snapshot, snapshot)
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """The time that some steps took, and what was expected of them."""
+
+    busy: float = 0.0  # s
+    expected: float = 0.0  # s
+
+    @classmethod
+    def between(cls, before: Snapshot, now: Snapshot) -> "StepSeconds":
+        """Return the seconds of the steps that ended between two snapshots."""
+        return cls(now.busy_seconds - before.busy_seconds, now.expected_seconds - before.expected_seconds)
+
+    def __add__(self, other: "StepSeconds") -> "StepSeconds":
+        return StepSeconds(self.busy + other.busy, self.expected + other.expected)
+
+    def bias(self, usual: float = 1.0) -> float:
+        """Return the seconds that steps take as a multiple of those expected: the `usual` one unless many are known."""
+        return (self.busy + WEIGHT * usual) / (self.expected + WEIGHT) if self.expected else usual
 
 
 @dataclass(frozen=True)
@@ -22,13 +60,12 @@ class MorphState:
     ladder: Ladder
     plan: InstancePlan  # that was in force when the policy was asked last
     level: int = 0  # of `plan`
-    planned: Snapshot = START  # when `level` was reached
-    older: Snapshot = START  # the begin of the workload's window
-    newer: Snapshot = START  # the begin of the next window
-    # Biases: seconds that steps took, as a multiple of what was expected; None if that is not known.
-    full_bias: float | None = None  # on level 0
-    fewer_bias: float | None = None  # on other levels
-    fewer_bias_time: float = NEVER  # when `fewer_bias` was measured
+    past: Window = Window(30.0)  # whose requests are the workload
+    steps: Window = Window(5.0)  # of steps on this level; short, because light loads tell little about heavy ones
+    # Steps of the last stays on level 0, and on other levels.
+    full_steps: StepSeconds = StepSeconds()
+    fewer_steps: StepSeconds = StepSeconds()
+    fewer_time: float = NEVER  # when the last step on another level ended
     pressure_since: float | None = None
     quiet_since: float | None = None
     last_entry: float = NEVER
@@ -44,45 +81,46 @@ class MorphState:
 
     def observed(self, snapshot: Snapshot, plan: InstancePlan) -> "MorphState":
         """Return the state with what the steps so far have taught, and with the plan that is now in force."""
-        state = self.with_biases(snapshot)
-        if plan is not self.plan:
-            # As the same instance may come back as another object, it is compared only when it has changed.
-            level = 0 if plan == self.ladder.initial else self.ladder.level_of(plan)
-            if level != self.level:
-                state = replace(state, level=level, planned=snapshot, leaving=False)
-            state = replace(state, plan=plan)
-        if snapshot.time - state.newer.time > WORKLOAD_WINDOW:
-            state = replace(state, older=state.newer, newer=snapshot)
-        return state
+        state = replace(self, past=self.past.at(snapshot), steps=self.steps.at(snapshot))
+        if plan is self.plan:
+            return state
+        # As the same instance may come back as another object, it is compared only when it has changed.
+        level = 0 if plan == self.ladder.initial else self.ladder.level_of(plan)
+        if level == self.level:
+            return replace(state, plan=plan)
+        state = self.with_steps(snapshot)
+        return replace(state, plan=plan, level=level, steps=self.steps.restarted(snapshot), leaving=False)
+
+    def is_current(self, snapshot: Snapshot, plan: InstancePlan) -> bool:
+        """Return whether `observed` would change nothing."""
+        return plan is self.plan and all(window.at(snapshot) is window for window in (self.past, self.steps))
 
     def has_evidence(self, snapshot: Snapshot) -> bool:
-        """Return whether enough steps have ended on the present level to correct the estimates."""
-        return snapshot.expected_seconds - self.planned.expected_seconds >= EVIDENCE
+        """Return whether enough steps have ended on the present level to tell how fast it is."""
+        return StepSeconds.between(self.steps.begin, snapshot).busy >= EVIDENCE
 
-    def with_biases(self, snapshot: Snapshot) -> "MorphState":
-        """Return the state with the bias of the steps on the present level."""
-        if not self.has_evidence(snapshot):
-            return self
-        expected = snapshot.expected_seconds - self.planned.expected_seconds
-        bias = (snapshot.busy_seconds - self.planned.busy_seconds) / expected
+    def with_steps(self, snapshot: Snapshot) -> "MorphState":
+        """Return the state with the steps on the present level. Those of earlier stays count only next to few."""
+        steps = StepSeconds.between(self.steps.begin, snapshot)
+        earlier = self.fewer_steps if self.level else self.full_steps
+        if steps.busy < EVIDENCE:
+            steps += earlier
         if not self.level:
-            return replace(self, full_bias=bias)
-        return replace(self, fewer_bias=bias, fewer_bias_time=snapshot.time)
+            return replace(self, full_steps=steps)
+        return replace(self, fewer_steps=steps, fewer_time=snapshot.time)
 
     def biases(self, now: float, memory: float) -> tuple[float, float]:
-        """Return the biases of level 0 and of other levels.
+        """Return the seconds that steps take as multiples of those expected, on level 0 and on other levels.
 
-        That of other levels counts for `memory` seconds. Later, and until it is measured, it is taken to be the same.
+        What was seen on other levels counts for `memory` seconds.
         """
-        full, fewer = self.full_bias, self.fewer_bias
-        if fewer is not None and now - self.fewer_bias_time <= memory:
-            return 1.0 if full is None else full, fewer
-        both = next((bias for bias in (full, fewer) if bias is not None), 1.0)
-        return both, both
+        full, fewer = self.full_steps, self.fewer_steps if now - self.fewer_time <= memory else StepSeconds()
+        usual = (full + fewer).bias()
+        return full.bias(usual), fewer.bias(usual)
 
     def workload(self, snapshot: Snapshot, page_size: int) -> Workload:
         """Return the workload of the last one to two windows."""
-        return Workload.between(self.older, snapshot, page_size)
+        return Workload.between(self.past.begin, snapshot, page_size)
 
     def under_pressure(self, now: float) -> "MorphState":
         """Return the state at a moment of pressure."""
@@ -106,7 +144,7 @@ class MorphState:
     def left(self, snapshot: Snapshot) -> "MorphState":
         """Return the state after all layers have returned because full precision is better."""
         now = snapshot.time
-        state = self.with_biases(snapshot)
+        state = self.with_steps(snapshot)
         return replace(state, last_release=now, last_harm=now, first_entry=None, leaving=False)
 
     def with_relapse(self, settings: MorphSettings) -> "MorphState":
