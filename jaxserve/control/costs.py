@@ -82,7 +82,7 @@ class MeasuredCosts:
     layers: Mapping[str, LayerCosts]  # by kind
     rest: Curve  # s of a step without its layers, by rows of the head
     per_token: float  # s of the rest for each token more than there are rows
-    # s of steps that only decode, without attention, by rows: for the precisions of all layers with which they are fused.
+    # s of steps that only decode, without attention, by rows; by the precisions of all layers, where steps are fused.
     fused: Mapping[tuple[str, ...], Curve] = field(default_factory=dict)
 
     def of(self, instance: InstancePlan) -> "MeasuredInstance":

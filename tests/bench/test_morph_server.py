@@ -78,7 +78,9 @@ def test_a_sweep_of_a_model_without_a_checkpoint_writes_figures_and_a_check_at_l
         (multiple, system) for multiple in (0.3, 1.5) for system in (FULL, PERFORMANCE)
     ]
     assert all(row["requests"] > 1 and row["failed"] == 0 for row in found["rows"])
-    assert all(0 < row["kv_used_max"] <= 1 and row["queue_mean_ms"] >= 0 for row in found["rows"])
+    # A light load may hold pages for too short a time to be seen.
+    assert all(0 <= row["kv_used_max"] <= 1 and row["queue_mean_ms"] >= 0 for row in found["rows"])
+    assert all(row["kv_used_max"] > 0 for row in found["rows"] if row["multiple"] > 1)
     assert [check["system"] for check in found["light_load"]] == [PERFORMANCE]
     assert found["light_load"][0]["answers"] == found["rows"][0]["requests"]
     assert found["quantised_by"] == "layers rounded to the nearest"

@@ -128,24 +128,30 @@ def test_queue_that_starts_in_time_changes_nothing() -> None:
     assert driver.note == expected
 
 
-def test_kv_usage_changes_layers_only_if_pages_are_about_to_run_out() -> None:
+def test_kv_usage_changes_layers_only_if_it_will_make_sequences_wait() -> None:
     used = {"kv_pages_used": 360, "num_running": 36}
     driver = DrivenPolicy()
-    assert not driver.see_for(0, 5, recent=replace(CALM, kv_trend=0.04), **used)
+    assert not driver.see_for(0, 5, recent=replace(CALM, kv_trend=0.0), **used)
     assert (
-        driver.note == "KV usage 90.0% > 85%, but nothing waits, and 98% of the pages are expected to be in use in 2 s"
+        driver.note == "KV usage 90.0% > 85%, but nothing waits, and 90% of the pages are expected to be in use in 2 s"
     )
-    assert driver.see_for(5, 0.3, recent=replace(CALM, kv_trend=0.06), **used)
+    assert not driver.see_for(5, 5, recent=replace(CALM, kv_trend=0.06), **used), "few more, and others end soon"
+    assert (
+        "102% of the pages are expected to be in use in 2 s, and the last of 5 sequences more is expected"
+        in driver.note
+    )
+    assert driver.see_for(10, 0.3, recent=replace(CALM, kv_trend=0.4), **used)
     assert driver.reasons[0].startswith(
-        "KV usage 90.0% > 85%, 102% of the pages are expected to be in use in 2 s: layers"
+        "KV usage 90.0% > 85%, 170% of the pages are expected to be in use in 2 s, "
+        "and the last of 32 sequences more is expected to start within"
     )
     driver = DrivenPolicy()
-    assert not driver.see_for(0, 5, recent=replace(CALM, kv_trend=0.1), kv_pages_used=340, num_running=34), "not more"
+    assert not driver.see_for(0, 5, recent=replace(CALM, kv_trend=0.4), kv_pages_used=340, num_running=34), "not more"
 
 
-def test_preemptions_change_layers_although_nothing_waits_now() -> None:
+def test_preemptions_change_nothing_while_nothing_waits() -> None:
     driver = DrivenPolicy()
-    assert driver.see_for(0, 0.3, recent=replace(CALM, preemptions=1), kv_pages_used=395, num_running=40) == [0.2]
+    assert not driver.see_for(0, 5, recent=replace(CALM, preemptions=1), kv_pages_used=395, num_running=40)
 
 
 @pytest.mark.parametrize("resources", [MACHINE, SLOWER], ids=["as fast", "slower"])
@@ -583,7 +589,7 @@ def test_limit_on_sequences_leaves_room_for_the_load() -> None:
     running = {"num_running": 88, "kv_pages_used": 880}
     driver.see_for(10, 1, recent=replace(CALM, arrivals_per_s=10.0), **running)
     assert driver.plan.max_num_seqs is not None
-    speed = driver.plan.max_num_seqs / 0.05 * 1.6
+    speed = driver.plan.max_num_seqs / (0.05 * (1 - driver.state.level / 16 + driver.state.level / 16 / 1.6))
     assert 1.2 * 10 * 128 <= speed < 1.5 * 10 * 128
 
 

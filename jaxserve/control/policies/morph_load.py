@@ -33,7 +33,6 @@ class Load:
     tpot: float  # s per output token; 0 if none came lately
     tokens_per_s: float  # generated tokens that the arriving sequences ask for
     usage: float  # share of the KV pages that is expected to be in use `EXHAUSTION` seconds from now
-    preempted: bool  # lately
     biases: tuple[float, float]  # seconds of steps as multiples of those expected, on level 0 and on other levels
     cautious: bool  # as full precision has turned out to be better lately
 
@@ -44,7 +43,6 @@ class Load:
         usage = snapshot.kv_usage + EXHAUSTION * max(0.0, recent.kv_trend or 0.0)
         growth = min(usage / snapshot.kv_usage, MAX_GROWTH) if snapshot.kv_usage else 1.0
         more = math.ceil(snapshot.num_running * growth) - snapshot.num_running
-        more = max(more, min(1, recent.preemptions))  # pages have been short
         return cls(
             settings,
             state.ladder,
@@ -57,7 +55,6 @@ class Load:
             tpot=recent.tpot or 0.0,
             tokens_per_s=(recent.arrivals_per_s or 0.0) * workload.answer,
             usage=usage,
-            preempted=bool(recent.preemptions),
             biases=state.with_steps(snapshot).biases(snapshot.time, settings.relapse_memory),
             cautious=snapshot.time - state.last_harm <= settings.relapse_memory,
         )
@@ -127,17 +124,18 @@ class Load:
         """Return why the present level is expected to hold the objectives, as a text; "" if it is not."""
         if self.tpot > self.settings.slo_tpot:
             return ""
-        if self.waiting:
-            limit = self.allowed_wait / 2 if self.behind else self.allowed_wait
-            return f"{self.need()} < {ms(self.allowed_wait)}" if self.last_wait(self.level) < limit else ""
-        return "" if self.usage >= 1.0 or self.preempted else f"nothing waits, and {self.need()}"
+        if not self.expected:
+            return f"nothing waits, and {self.need()}"
+        limit = self.allowed_wait / 2 if self.behind else self.allowed_wait
+        return f"{self.need()} < {ms(self.allowed_wait)}" if self.last_wait(self.level) < limit else ""
 
     def need(self) -> str:
         """Return what the present level is expected to come to, as a text."""
+        within = f"expected to start within {ms(self.last_wait(self.level))}"
         if self.waiting:
-            within = ms(self.last_wait(self.level))
-            return f"the last of {self.waiting} waiting is expected to start within {within}"
-        return f"{self.usage:.0%} of the pages are expected to be in use in {EXHAUSTION:g} s"
+            return f"the last of {self.waiting} waiting is {within}"
+        usage = f"{self.usage:.0%} of the pages are expected to be in use in {EXHAUSTION:g} s"
+        return f"{usage}, and the last of {self.expected} sequences more is {within}" if self.expected else usage
 
     # -- choices
 
