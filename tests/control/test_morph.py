@@ -181,6 +181,13 @@ def test_slower_level_is_not_climbed_to_if_more_arrives_than_it_serves() -> None
     assert DrivenPolicy(PERFORMANCE, resources=resources).press(0, 1, recent=replace(CALM, arrivals_per_s=1.0))
 
 
+def test_burst_that_starts_in_time_is_no_lasting_load() -> None:
+    """The last of 4 is expected to start in time, but not if as many go on arriving."""
+    lasting = replace(CALM, arrivals_per_s=20.0)
+    assert DrivenPolicy(PERFORMANCE).press(0, 0.5, waiting=4, recent=lasting)
+    assert not DrivenPolicy(PERFORMANCE).press(0, 0.5, waiting=4, recent=replace(lasting, seconds=0.5))
+
+
 def test_time_per_token_above_its_objective_is_pressure_that_only_speed_relieves() -> None:
     settings = replace(TO_INT4, slo_tpot=0.04)
     running = {"num_running": 8, "kv_pages_used": 80, "recent": replace(CALM, tpot=0.05)}

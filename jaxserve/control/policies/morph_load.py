@@ -15,6 +15,7 @@ EXHAUSTION = 2.0  # s; pages that are expected to last longer are not short
 AT_RISK = 0.25  # share of `slo_ttft` after which a waiting sequence lifts the limit on sequences
 NO_SLOWER = 1.1  # factor on the time per token up to which steps count as no slower
 HEADROOM = 1.2  # factor on the load that a limit on sequences leaves room for
+SPAN = 5.0  # s; what arrives within less time tells of a burst, and not of a load
 MAX_GROWTH = 2.0  # factor by which the running sequences may be expected to grow within `EXHAUSTION`
 
 
@@ -53,7 +54,7 @@ class Load:
             expected=max(snapshot.num_waiting, more),
             waited=snapshot.oldest_wait,
             tpot=recent.tpot or 0.0,
-            tokens_per_s=(recent.arrivals_per_s or 0.0) * workload.answer,
+            tokens_per_s=(recent.arrivals_per_s or 0.0) * min(1.0, recent.seconds / SPAN) * workload.answer,
             usage=usage,
             biases=state.with_steps(snapshot).biases(snapshot.time, settings.relapse_memory),
             cautious=snapshot.time - state.last_harm <= settings.relapse_memory,
