@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxserve.engine.step_log import DecisionRecord, Recording
 
-# What a transition leads from and to, in its text: precisions, or numbers of pages.
-CHANGE = re.compile(r"(\w+) -> (\w+)")
-MORE, FEWER = "more pages", "fewer pages"
+# What a transition leads from and to, in its text: precisions, numbers of pages, or numbers of sequences ("all").
+CHANGE = re.compile(r"(\w+)(?: sequences)? -> (\w+)(?P<limit> sequences)?")
+MORE, FEWER, LIMIT = "more pages", "fewer pages", "a limit on sequences"
 
 Times = Mapping[str, Sequence[float]]  # seconds of transitions, by what they lead to
 
@@ -44,8 +44,13 @@ def by_change(transitions: Iterable[tuple[str, float]]) -> Times:
     for text, seconds in transitions:
         match = CHANGE.search(text)
         assert match is not None, text
-        before, after = match.groups()
-        change = (MORE if int(after) > int(before) else FEWER) if after.isdecimal() else f"a layer to {after}"
+        before, after, limit = match.groups()
+        if limit:
+            change = LIMIT
+        elif after.isdecimal():
+            change = MORE if int(after) > int(before) else FEWER
+        else:
+            change = f"a layer to {after}"
         found.setdefault(change, []).append(seconds)
     return found
 

@@ -225,7 +225,9 @@ class BlockStore:
             if reference not in copy.references:
                 return
             copy.references.remove(reference)
-            if copy.references:
+            # Arrays on held memory are kept: they take none of their own, and making them again takes a millisecond,
+            # twenty with the throttle, while a layer waits to change.
+            if copy.references or (reference.in_place and copy.parameters is not None):
                 return
             del self._copies[key]
         copy.free()

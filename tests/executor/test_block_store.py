@@ -96,7 +96,7 @@ def test_instances_run_on_the_same_host_arrays_without_a_copy(store, source, pla
     assert store.held_bytes == sum(shards.nbytes for shards in held)
     expected = [np.asarray(leaf) for leaf in jax.tree.leaves(dict(source.variant("layers.1", "int4", source.config)))]
     first.release()
-    assert all(leaf.is_deleted() for leaf in leaves(first))
+    assert not any(leaf.is_deleted() for leaf in leaves(first)), "arrays that take no memory are kept"
     found = {leaf.tobytes() for leaf in map(np.asarray, leaves(second))}
     assert found == {leaf.tobytes() for leaf in expected}, "what one instance frees, the other one still uses"
 
@@ -212,7 +212,7 @@ def test_parameters_are_freed_exactly_when_the_last_reference_goes(checkpoint, h
             assert not any(leaf.is_deleted() for leaf in leaves(taken[number][1]))
         for (name, devices), reference in taken:
             if (*name, on(*devices)) not in used and name[0] not in TIED:
-                assert all(leaf.is_deleted() for leaf in leaves(reference))
+                assert all(leaf.is_deleted() is not reference.in_place for leaf in leaves(reference))
     store.close()
     assert all(leaf.is_deleted() for _, reference in taken for leaf in leaves(reference))
     for _, reference in taken:

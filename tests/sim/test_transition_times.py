@@ -3,6 +3,7 @@
 import pytest
 
 from bench.sim.transition_times import real_times, simulated_times, table
+from jaxserve.control import LimitSequences
 from jaxserve.engine.step_log import DecisionRecord, Recording, Tick
 
 TO_INT4 = "instance 0: layers.3 bfloat16 -> int4 (frees 1.2 MB, about 0 ms)"
@@ -50,6 +51,15 @@ def test_no_rounds_have_no_lines():
     assert table([(), ()]) == []
 
 
-@pytest.mark.parametrize("text", [TO_INT4, GROWS])
-def test_the_controllers_texts_are_understood(text: str):
-    assert simulated_times({"transitions": [{"transition": text, "error": None, "seconds": 1.0}]})
+@pytest.mark.parametrize(
+    ("text", "change"),
+    [
+        (TO_INT4, "a layer to int4"),
+        (GROWS, "more pages"),
+        (str(LimitSequences("0", None, 4)), "a limit on sequences"),
+        (str(LimitSequences("0", 8, 4)), "a limit on sequences"),
+        (str(LimitSequences("0", 4, None)), "a limit on sequences"),
+    ],
+)
+def test_the_controllers_texts_are_understood(text: str, change: str):
+    assert simulated_times({"transitions": [{"transition": text, "error": None, "seconds": 1.0}]}) == {change: [1.0]}

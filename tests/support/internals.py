@@ -209,8 +209,11 @@ def held_variants(store: BlockStore) -> Mapping[tuple[str, str], Mapping[str, An
 
 
 def references_in(store: BlockStore) -> dict[tuple[str, str, Any], int]:
-    """Return the number of references to each device copy of a `BlockStore`, by block, precision and placement."""
-    return {key: len(copy.references) for key, copy in store._copies.items()}
+    """Return the number of references to each device copy of a `BlockStore`, by block, precision and placement.
+
+    Copies that are only kept are left out.
+    """
+    return {key: len(copy.references) for key, copy in store._copies.items() if copy.references}
 
 
 def wrap_block_reads(patch: pytest.MonkeyPatch, store: Any, wrap: Callable[[Callable], Callable]) -> None:
