@@ -11,6 +11,7 @@ from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.core.config import EngineConfig
 from jaxserve.executor.blocks import LoadedBlock
 from tests.actuator.adapted import GREEDY, OPTIONS, PATIENCE, Adapted, in_all_instances, prompt, start_transitions
+from tests.support.internals import references_in
 
 SMALL = {f"layers.{layer}": "int4" for layer in range(3)}
 TWO = {"dp": 2, "memory_gb": 8, "max_num_seqs": 2, "max_num_batched_tokens": 2 + 32, "variants": ("int4",)}
