@@ -17,7 +17,7 @@ LIS, MDS, FRONT, BACK, RANDOM = "lis", "mds", "front-to-back", "back-to-front", 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of the three similarities in the score (MorphServe, section 3.3 and its appendix)."""
+    """The weights of the three similarities in the score (MorphServe, section 3.2; values of its arXiv appendix)."""
 
     lts: float = 0.25
     lrs: float = 0.25
