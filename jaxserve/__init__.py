@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from jaxserve.core.request import CompletionOutput, RequestOutput
     from jaxserve.core.sampling import SamplingParams
+    from jaxserve.core.structured import StructuredOutput
     from jaxserve.llm import LLM
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutput",
     "__version__",
 ]
 
@@ -52,6 +54,7 @@ _HOMES = {
     "AsyncLLM": "jaxserve.async_llm",
     "EngineConfig": "jaxserve.core.config",
     "SamplingParams": "jaxserve.core.sampling",
+    "StructuredOutput": "jaxserve.core.structured",
     "CompletionOutput": "jaxserve.core.request",
     "RequestOutput": "jaxserve.core.request",
 }

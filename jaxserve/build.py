@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
+from threading import Thread
 from typing import Any
 
 from jaxserve.actuator import PlanActuator
@@ -51,6 +52,7 @@ from jaxserve.planning.resolve import Resolved, resolve
 from jaxserve.planning.spec import STATIC
 from jaxserve.sampling.device_sampler import DeviceSampler
 from jaxserve.scheduler import Scheduler
+from jaxserve.structured.compiler import LLGrammarCompiler
 from jaxserve.telemetry import EngineMetrics
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ class BuiltEngine:
     instances: tuple[StepLoop, ...]
     info: ModelInfo
     tokenizer: Tokenizer | None
+    grammars: LLGrammarCompiler | None  # of structured output; None without a tokenizer
     metrics: EngineMetrics
     clock: Clock
     control: ControlPlane | None
@@ -79,7 +82,9 @@ def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> 
     Raise `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the engine cannot be built.
     """
     built = build(config, progress=progress)
-    return SyncEngine(built.instances, built.info, built.tokenizer, built.clock, on_close=built.close)
+    return SyncEngine(
+        built.instances, built.info, built.tokenizer, built.clock, grammars=built.grammars, on_close=built.close
+    )
 
 
 def build_async_engine(config: EngineConfig, progress: Progress = ignore_progress) -> AsyncEngine:
@@ -98,6 +103,7 @@ def async_engine(built: BuiltEngine) -> AsyncEngine:
         built.tokenizer,
         built.metrics,
         built.clock,
+        grammars=built.grammars,
         control=built.control,
         on_close=built.close,
     )
@@ -125,6 +131,8 @@ def build(
     policy = load(config.policy) if load else None
     step_log = None if config.step_log is None else StepLog(config.step_log, _step_log_header(resolved, known))
     tokenizer = load_tokenizer(config, resolved.checkpoint.path, resolved.checkpoint.config.vocab_size)
+    eos_token_ids = (*resolved.padded_model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
+    grammars = None if tokenizer is None else LLGrammarCompiler(tokenizer, eos_token_ids)
     metrics = EngineMetrics(resolved.info.name, _cache_config(resolved))
     compilations = CompileCounter(metrics.compiled)
     clock = SystemClock()
@@ -141,7 +149,7 @@ def build(
             resolved.info,
             tokenizer,
             metrics,
-            eos_token_ids=(*resolved.padded_model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())),
+            eos_token_ids=eos_token_ids,
             salt=assignment_id(instance.layer_precisions),
             seed=config.seed + index,
             plan_fields=resolved.plan_fields(instance, resolved.plan.version),
@@ -162,6 +170,8 @@ def build(
         logged = None if step_log is None else InstanceLog(step_log, core, resolved.buckets)
         instances.append(StepLoop(core, executor, clock, overlap=config.overlap, log=logged))
 
+    if grammars is not None and eos_token_ids:
+        Thread(target=grammars.prepare, name="jaxserve-grammars", daemon=True).start()
     in_force = PlanInForce(resolved.plan)
     actuators: Mapping[str, PlanActuator] = {}
     control = None
@@ -193,6 +203,7 @@ def build(
         tuple(instances),
         resolved.info,
         tokenizer,
+        grammars,
         metrics,
         clock,
         control,

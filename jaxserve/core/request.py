@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.structured import Grammar, Matcher
 
 
 class FinishReason(StrEnum):
@@ -43,6 +44,7 @@ class Request:
     salt: str = ""
     embed: bool = False  # return the pooled last hidden state instead of generating
     stream: bool = True  # return tokens as they are generated, not at the end of each answer
+    grammar: Grammar | None = None  # compiled from `params.structured`
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()  # token ids that end the answer
     length_alone: bool = False  # the answer ends only by its length, not by a token or a text
     bad_words: tuple[tuple[int, ...], ...] = ()
+    matcher: Matcher | None = None  # of the grammar that the answer follows
+    sampled_late: bool = False  # the host must know the newest token before the next one can be sampled
     status: SequenceStatus = SequenceStatus.WAITING
     tokens: list[int] = field(default_factory=list)  # prompt, then generated tokens
     num_prompt: int = 0
@@ -135,6 +139,7 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.queued_at = request.arrival
         self.order = (request.priority, request.arrival, request.id, self.index)
+        self.sampled_late = self.matcher is not None or any(len(word) > 1 for word in self.bad_words)
 
     @property
     def id(self) -> tuple[str, int]:
@@ -158,11 +163,6 @@ class Sequence:
     def decoding(self) -> bool:
         """True if only the newest token remains to be computed."""
         return self.num_computed == self.total - 1 and self.total > self.num_prompt
-
-    @property
-    def synchronous(self) -> bool:
-        """True if the host must know the newest token before the next one can be sampled."""
-        return bool(self.bad_words) and any(len(word) > 1 for word in self.bad_words)
 
 
 # Not frozen: one is made for every token, and making a frozen one takes three times as long.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.core.errors import RequestError
+from jaxserve.core.structured import StructuredOutput
 
 MAX_SPARSE_BIAS = 512  # token ids that logit_bias, bad_words and min_tokens of one sequence may bias together
 MAX_LOGIT_BIAS = 300
@@ -48,7 +49,8 @@ class SamplingParams:
 
     `max_tokens=None` generates up to the model's length limit. `top_k=0` (or -1) and `top_p=1` are off, `temperature=0`
     and `top_p=0` are greedy, and `seed=-1` is random, as None. `logprobs=k` returns the log-probabilities of the
-    sampled token and of the k most likely tokens, computed from the raw logits.
+    sampled token and of the k most likely tokens, computed from the raw logits. `structured` is what the answer's text
+    must be; only an answer that reaches `max_tokens` may break off earlier.
 
     Raise `RequestError` that names the field, the value and the limit if a value is not allowed.
     """
@@ -74,6 +76,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         if self.seed == RANDOM_SEED:
@@ -103,6 +106,13 @@ class SamplingParams:
     def _check_flags(self) -> None:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        structured = self.structured
+        _require(
+            structured is None or isinstance(structured, StructuredOutput),
+            "structured",
+            structured,
+            "a StructuredOutput",
+        )
 
     def _check_lists(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words"):

@@ -1,6 +1,7 @@
 """A step's work and its result, which pass between the scheduler and the executor."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +38,11 @@ class Work:
         """Number of tokens that the step computes, without padding."""
         return len(self.decodes) + sum(c.length for c in self.chunks)
 
+    @cached_property
+    def sampled_late(self) -> bool:
+        """True if what a row may sample depends on the newest token, which may still be in flight."""
+        return any(s.sampled_late for s in self.decodes) or any(c.last and c.sequence.sampled_late for c in self.chunks)
+
 
 @dataclass(frozen=True)
 class StepOutput:
@@ -58,6 +64,13 @@ class StepOutput:
 
 class PendingStep(Protocol):
     """A dispatched step whose result is still on the device."""
+
+    def sample(self) -> None:
+        """Dispatch the sampling of a step that waits for tokens of the step before (`Work.sampled_late`).
+
+        Call it when these tokens are known, before the next step is dispatched. `fetch` does it otherwise.
+        """
+        ...
 
     def fetch(self) -> StepOutput:
         """Wait for the device and return the result."""

@@ -14,7 +14,9 @@ from jaxserve.core.clock import Clock
 from jaxserve.core.errors import EngineFailed, EngineForked, EngineStopped, NoTokenizer
 from jaxserve.core.request import Request, RequestOutput
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.structured import GrammarCompiler
 from jaxserve.engine.client import ControlClient, ModelInfo, Prompt, TextPrompt
+from jaxserve.engine.limits import grammar_of
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.scheduler.routing import LeastLoaded
@@ -185,6 +187,7 @@ class AsyncEngine:
         metrics: EngineMetrics,
         clock: Clock,
         *,
+        grammars: GrammarCompiler | None = None,
         control: ControlClient | None = None,
         on_close: Callable[[], None] = lambda: None,
     ):
@@ -196,6 +199,7 @@ class AsyncEngine:
         self.metrics = metrics
         self._tokenizer = tokenizer
         self._clock = clock
+        self._grammars = grammars
         self._threads = [InstanceThread(steps, f"jaxserve-{i}") for i, steps in enumerate(instances)]
         self._router = LeastLoaded(len(self._threads))  # used by the clients' loop alone
         self._ids = itertools.count()
@@ -307,6 +311,7 @@ class AsyncEngine:
             salt=salt,
             embed=embed,
             stream=stream,
+            grammar=None if params.structured is None else await asyncio.to_thread(grammar_of, params, self._grammars),
         )
 
     async def _encode(self, prompt: TextPrompt) -> tuple[int, ...]:

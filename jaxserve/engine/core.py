@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.control.costs import InstanceCost
-from jaxserve.core.errors import NonFiniteOutput, QueueFull, RequestError
+from jaxserve.core.errors import JaxserveError, NonFiniteOutput, QueueFull, RequestError
 from jaxserve.core.request import FinishReason, Logprob, Request, RequestOutput, Sequence, SequenceStatus, TokenLogprobs
 from jaxserve.core.step_load import Loads
+from jaxserve.core.structured import StructureFailed
 from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.counters import EngineCounters
@@ -259,8 +260,9 @@ class EngineCore:
                     stops=StopStrings(params.stop_strings) if params.stop_strings else None,
                     parent=sequences[0] if sequences else None,
                     stop_ids=stops,
-                    length_alone=not stops and detokenizer is None,
+                    length_alone=not stops and detokenizer is None and request.grammar is None,
                     bad_words=bad_words,
+                    matcher=None if request.grammar is None else request.grammar.start(),
                     prompt_logprobs=[]
                     if params.prompt_logprobs is None
                     else [None],  # nothing precedes the first token
@@ -288,7 +290,8 @@ class EngineCore:
             return  # it ended while this token was in flight
         request, token, now = sequence.request, step.tokens[row], step.now
         if token < 0:
-            self._fail(step, request, "logits")
+            broken = sequence.matcher is not None and sequence.matcher.error
+            self._fail(step, request, StructureFailed(broken) if broken else NonFiniteOutput("logits"))
             return
         sequence.tokens.append(token)
         if sequence.first_token is None:
@@ -314,11 +317,12 @@ class EngineCore:
         if request.stream or sequence.finish_reason is not None:
             step.changed.setdefault(request.id, []).append(sequence)
 
-    def _fail(self, step: _StepResult, request: Request, what: str) -> None:
-        """End a request for which the model computed values that are not finite, and name them in the error."""
-        state, error = self._requests.pop(request.id), NonFiniteOutput(what)
+    def _fail(self, step: _StepResult, request: Request, error: JaxserveError) -> None:
+        """End a request that cannot go on, such as one for which the model computed values that are not finite."""
+        state = self._requests.pop(request.id)
         log.error("request %s: %s", request.id, error)
-        self.metrics.not_finite()
+        if isinstance(error, NonFiniteOutput):
+            self.metrics.not_finite()
         self._end_early(state, FinishReason.ERROR, step.now)
         step.changed.pop(request.id, None)
         step.failed.append(state.failed(error))
@@ -326,6 +330,8 @@ class EngineCore:
     def _check_end(self, sequence: Sequence, token: int) -> None:
         params = sequence.request.params
         may_stop = len(sequence.tokens) - sequence.num_prompt > params.min_tokens
+        if sequence.matcher is not None:
+            sequence.matcher.accept(token)
         if may_stop and token in sequence.stop_ids:
             sequence.finish_reason = FinishReason.STOP
             if token in (params.stop_token_ids or ()):
@@ -338,7 +344,9 @@ class EngineCore:
             if stop is not None:
                 sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
                 return
-        if len(sequence.tokens) >= sequence.max_total:
+        if sequence.matcher is not None and sequence.matcher.ended:
+            sequence.finish_reason = FinishReason.STOP  # nothing may follow
+        elif len(sequence.tokens) >= sequence.max_total:
             sequence.finish_reason = FinishReason.LENGTH
 
     def _take_logprobs(self, output: StepOutput, sequence: Sequence, token: int, row: int) -> None:
@@ -358,7 +366,7 @@ class EngineCore:
         if sequence.status is SequenceStatus.FINISHED:
             return
         if np.isnan(arrays[0]).any() or np.isnan(arrays[3]).any():
-            self._fail(step, sequence.request, "log-probabilities")
+            self._fail(step, sequence.request, NonFiniteOutput("log-probabilities"))
             return
         count = sequence.params.prompt_logprobs or 0
         for offset, (logprob, rank, ids, values) in enumerate(zip(*arrays, strict=True)):
@@ -380,7 +388,7 @@ class EngineCore:
         assert step.output.embeddings is not None
         embedding = step.output.embeddings[chunk]
         if not np.isfinite(embedding).all():
-            self._fail(step, sequence.request, "embeddings")
+            self._fail(step, sequence.request, NonFiniteOutput("embeddings"))
             return
         sequence.embedding = embedding
         sequence.finish_reason = FinishReason.STOP

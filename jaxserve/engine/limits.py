@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.core.errors import ContextLengthExceeded, PromptTooLong, RequestError
+from jaxserve.core.errors import ContextLengthExceeded, NoTokenizer, PromptTooLong, RequestError
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.structured import Grammar, GrammarCompiler
 from jaxserve.engine.client import ModelInfo
 
 
@@ -35,6 +36,18 @@ def max_prompt_tokens(info: ModelInfo, *, embed: bool = False) -> int:
 def context_length(info: ModelInfo) -> str:
     """Return the sentence by which clients recognise a prompt that is too long for the model."""
     return f"This model's maximum context length is {info.max_model_len} tokens (max_model_len)."
+
+
+def grammar_of(params: SamplingParams, compiler: GrammarCompiler | None) -> Grammar | None:
+    """Return the compiled grammar of a request, None if it has none. May take some time.
+
+    Raise `RequestError` if the grammar is invalid, unsupported or too large, or the model has no tokenizer.
+    """
+    if params.structured is None:
+        return None
+    if compiler is None:
+        raise NoTokenizer
+    return compiler.compile(params.structured)
 
 
 def check_params(info: ModelInfo, params: SamplingParams, prompt_tokens: int) -> None:

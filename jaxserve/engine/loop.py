@@ -1,7 +1,8 @@
 """The step loop of one instance, with one step in flight.
 
 While the device computes step n, the host prepares step n+1. The tokens of step n are fetched after step n+1 has been
-dispatched.
+dispatched. If a row of step n+1 may only sample what the tokens of step n allow, as with a grammar, then the sampling
+of step n+1 is dispatched after these were fetched, while the device computes its logits.
 """
 
 import queue
@@ -62,7 +63,10 @@ class StepLoop:
         if not self.overlap:
             return self._collect(self._dispatch())
         before, self._pending = self._pending, self._dispatch()
-        return self._collect(before)
+        outputs = self._collect(before)
+        if self._pending is not None and self._pending.work.sampled_late:
+            self._pending.pending.sample()
+        return outputs
 
     @property
     def idle(self) -> bool:

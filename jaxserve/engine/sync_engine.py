@@ -8,7 +8,9 @@ from jaxserve.core.clock import Clock
 from jaxserve.core.errors import NoTokenizer
 from jaxserve.core.request import Request, RequestOutput
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.structured import GrammarCompiler
 from jaxserve.engine.client import ModelInfo, Prompt, TextPrompt
+from jaxserve.engine.limits import grammar_of
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.tokenizer import Tokenizer
 
@@ -26,12 +28,14 @@ class SyncEngine:
         tokenizer: Tokenizer | None,
         clock: Clock,
         *,
+        grammars: GrammarCompiler | None = None,
         on_close: Callable[[], None] = lambda: None,
     ):
         self.instances = list(instances)
         self.info = info
         self.tokenizer = tokenizer
         self._clock = clock
+        self._grammars = grammars
         self._on_close = on_close
         self._ids = itertools.count()
         self._owners: dict[str, StepLoop] = {}
@@ -56,7 +60,8 @@ class SyncEngine:
             text, token_ids = prompt.text, tuple(prompt.token_ids)
         request_id = f"request-{next(self._ids)}"
         arrival = self._clock.now()
-        return Request(request_id, token_ids, params, arrival, prompt=text, embed=embed, stream=stream)
+        grammar = grammar_of(params, self._grammars)
+        return Request(request_id, token_ids, params, arrival, prompt=text, embed=embed, stream=stream, grammar=grammar)
 
     def has_room(self, request: Request) -> bool:
         """Return whether the queue has room for a request, as `EngineCore.has_room`."""

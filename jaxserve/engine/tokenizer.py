@@ -47,7 +47,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._special_ids = frozenset(id for id, t in tokenizer.get_added_tokens_decoder().items() if t.special)
+        self.special_ids = frozenset(id for id, t in tokenizer.get_added_tokens_decoder().items() if t.special)
         self._byte_table = byte_table(tokenizer.decoder)
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -166,7 +166,7 @@ class Tokenizer:
         return self._byte_table[0](token)
 
     def _visible_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._special_ids else self.token_bytes(token_id)
+        return b"" if token_id in self.special_ids else self.token_bytes(token_id)
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)

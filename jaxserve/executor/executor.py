@@ -27,7 +27,7 @@ from jaxserve.executor.outputs import DispatchedStep, ForwardOutput, wants_promp
 from jaxserve.executor.pools import Pools
 from jaxserve.executor.stages import Stage, stages_of
 from jaxserve.kvcache import PageTable
-from jaxserve.sampling.device_sampler import DeviceSampler
+from jaxserve.sampling.device_sampler import DeviceSampler, Sampled
 from jaxserve.sampling.ops import Logprobs
 
 T = TypeVar("T")
@@ -73,14 +73,10 @@ class BlockExecutor:
         """Dispatch a step without waiting for it."""
         shape = self.buckets.of(work)
         out = self._forward(pack(work, shape, self.table.rows, self.page_size), shape)
-        sequences: list[Sequence | None] = [
-            *work.decodes,
-            *(c.sequence if c.last and not c.sequence.request.embed else None for c in work.chunks),
-        ]
-        sampled = self.sampler.sample(out.logits, sequences)
         scores = self._score_prompts(work, shape, out)
         embeds = any(chunk.last and chunk.sequence.request.embed for chunk in work.chunks)
-        return DispatchedStep(work, sampled, scores, self._normalized(out.hidden) if embeds else None)
+        embeddings = self._normalized(out.hidden) if embeds else None
+        return DispatchedStep(work, lambda: self._sample(work, out.logits), scores, embeddings)
 
     def warm(self) -> None:
         """Compile or load the executables of every shape, and run some of them on padding."""
@@ -249,6 +245,16 @@ class BlockExecutor:
         self._normalized(out.hidden)
         if shape.tiles:
             self._score_tile(out, 0, np.zeros(shape.tile, np.int32))
+
+    def _sample(self, work: Work, logits: Array) -> Sampled:
+        """Dispatch the sampling of a step's rows; those of sequences that ended since its dispatch sample nothing."""
+        sequences: list[Sequence | None] = [
+            *work.decodes,
+            *(c.sequence if c.last and not c.sequence.request.embed else None for c in work.chunks),
+        ]
+        if work.sampled_late:
+            sequences = [None if s is None or s.slot < 0 else s for s in sequences]
+        return self.sampler.sample(logits, sequences)
 
     def _forward(self, packed: np.ndarray, shape: StepShape) -> ForwardOutput:
         x: Array | None = None

@@ -1,5 +1,6 @@
 """Results of a step on the device, and the transfer of the step's output to the host."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -22,14 +23,31 @@ class ForwardOutput:
     logits: Array  # f32 [R, V]
 
 
-@dataclass(frozen=True)
 class DispatchedStep:
     """A step that the device may still be computing; a `core.work.PendingStep`."""
 
-    work: Work
-    sampled: Sampled
-    scores: dict[int, list[Logprobs]]  # of prompt tokens: the index of a chunk -> its tiles
-    embeddings: Array | None
+    def __init__(
+        self,
+        work: Work,
+        sample: Callable[[], Sampled],
+        scores: dict[int, list[Logprobs]],
+        embeddings: Array | None,
+    ):
+        """`sample` dispatches the sampling. `scores`: of prompt tokens, by the index of a chunk its tiles."""
+        self.work, self.scores, self.embeddings = work, scores, embeddings
+        self._sample, self._sampled = sample, None if work.sampled_late else sample()
+
+    def sample(self) -> None:
+        """Dispatch the sampling, unless it is dispatched already."""
+        if self._sampled is None:
+            self._sampled = self._sample()
+
+    @property
+    def sampled(self) -> Sampled:
+        """The tokens, which are sampled now if they are not yet."""
+        self.sample()
+        assert self._sampled is not None
+        return self._sampled
 
     def fetch(self) -> StepOutput:
         """Wait for the device and return the step's output."""

@@ -76,6 +76,8 @@ class DeviceSampler:
         full = partial(sampler.sample_full, implementation=implementation, top_logprobs=top)
         self._full = program("full", full, donate_argnums=3)
         self.score = program("score", partial(implementation.logprobs, top=top))
+        self._score_rows = program("score rows", partial(sampler.logprobs_of_sampled, implementation, top=top))
+        self._mask = program("mask", sampler.mask_logits)
         self._load = program("load", sampler.load_history, donate_argnums=0)
 
     def sample(self, logits: Array, sequences: list[Sequence | None]) -> Sampled:
@@ -83,10 +85,13 @@ class DeviceSampler:
         present = [s for s in sequences if s is not None]
         self._update_slots(present)
         packed, slots = self._pack(sequences, logits.shape[0]), {s.slot for s in present}
+        raw = logits
+        if any(s.matcher is not None for s in present):
+            logits = self._mask.at(logits.shape[0])(logits, *sampler.grammar_masks(sequences, logits.shape))
         if not slots.isdisjoint(self._slots_to_adjust):
             with_logprobs = any(map(sampler.wants_logprobs, present))
             if with_logprobs or any(map(sampler.needs_adjusting, present)):
-                return self._sample_adjusted(logits, packed, sequences, with_logprobs)
+                return self._sample_adjusted(logits, raw, packed, sequences, with_logprobs)
         kind = self._greedy if slots.isdisjoint(self._random_slots) else self._random
         tokens, self.newest = kind.at(logits.shape[0])(logits, packed, self.newest)
         return Sampled(tokens)
@@ -102,9 +107,9 @@ class DeviceSampler:
     def run_on_padding(self, logits: Array) -> None:
         """Run all executables for logits of this shape once, on rows that sample nothing."""
         for program, arguments in self._calls(logits):
-            _, _, *history = program.at(logits.shape[0])(*arguments)
-            if history:
-                self._history = history[0]
+            results = program.at(logits.shape[0])(*arguments)
+            if program in (self._adjusted, self._full):
+                self._history = results[2]
         self._set_history(self.slots, [], 0)
 
     def close(self) -> None:
@@ -113,13 +118,16 @@ class DeviceSampler:
             array.delete()
 
     def _sample_adjusted(
-        self, logits: Array, packed: np.ndarray, sequences: list[Sequence | None], with_logprobs: bool
+        self, logits: Array, raw: Array, packed: np.ndarray, sequences: list[Sequence | None], with_logprobs: bool
     ) -> Sampled:
+        """Dispatch the sampling of logits with penalties and biases. Log-probabilities are those of the `raw` ones."""
         present, rows = [s for s in sequences if s is not None], logits.shape[0]
         biases = self._biases(sequences, rows) if any(map(sampler.is_biased, present)) else self._unbiased(rows)
-        kind = self._full if with_logprobs else self._adjusted
+        kind = self._full if with_logprobs and raw is logits else self._adjusted
         run = kind.at(rows)
         tokens, self.newest, self._history, *logprobs = run(logits, packed, self.newest, self._history, *biases)
+        if with_logprobs and raw is not logits:
+            return Sampled(tokens, self._score_rows.at(rows)(raw, tokens))
         return Sampled(tokens, *logprobs)
 
     def _calls(self, logits: Array | jax.ShapeDtypeStruct) -> Iterator[tuple[Program, tuple]]:
@@ -132,6 +140,8 @@ class DeviceSampler:
         yield from ((kind, common) for kind in dict.fromkeys((self._greedy, self._random)))
         for kind in (self._adjusted, self._full):
             yield kind, (*common, self._history, *self._unbiased(rows))
+        yield self._mask, (logits, *sampler.grammar_masks([], logits.shape))
+        yield self._score_rows, (logits, np.zeros(rows, np.int32))
 
     def _biases(self, sequences: list[Sequence | None], rows: int) -> tuple[Array, Array]:
         return jax.device_put(sampler.sparse_biases(sequences, rows), self._sharding)

@@ -151,6 +151,21 @@ def sample_full(
     return tokens, newest, history, implementation.logprobs(logits, jnp.maximum(tokens, 0), top_logprobs)
 
 
+def mask_logits(logits: Array, masks: Array, masked: Array) -> Array:
+    """Return logits f32[R, V] with -infinity for the tokens that grammars forbid, in rows that are `masked` bool[R].
+
+    Bit t % 32 of `masks` u32[R, ceil(V / 32)] at t // 32 says whether token t is allowed.
+    """
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    allowed = bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]].astype(bool)
+    return jnp.where(allowed | ~masked[:, None], logits, -jnp.inf)
+
+
+def logprobs_of_sampled(implementation: "Implementation", logits: Array, tokens: Array, *, top: int) -> Logprobs:
+    """Return the log-probabilities of sampled tokens i32[R], of which those that are NO_TOKEN have no meaning."""
+    return implementation.logprobs(logits, jnp.maximum(tokens, 0), top)
+
+
 def load_history(history: History, slot: Array, tokens: Array, prompt: Array, total: Array) -> History:
     """Return the history with the tokens of a slot replaced.
 
@@ -322,6 +337,16 @@ class Implementation(NamedTuple):
 XLA = Implementation(sample_greedy, sample_random, sample_adjusted, logprobs_of)
 NATIVE = Implementation(draw_natively, draw_natively, sample_adjusted_natively, logprobs_of_natively)
 """The implementation for one CPU device, by native kernels."""
+
+
+def grammar_masks(sequences: list[Sequence | None], shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return `masks` and `masked` of `mask_logits` for logits of this shape, from the matchers of the rows."""
+    masks, masked = np.zeros((shape[0], -(-shape[1] // 32)), np.uint32), np.zeros(shape[0], bool)
+    for row, sequence in enumerate(sequences):
+        if sequence is not None and sequence.matcher is not None:
+            sequence.matcher.fill(masks[row])
+            masked[row] = True
+    return masks, masked
 
 
 def sparse_biases(sequences: list[Sequence | None], rows: int) -> tuple[np.ndarray, np.ndarray]:

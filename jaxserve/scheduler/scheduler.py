@@ -78,7 +78,7 @@ class Scheduler:
             return 0
         limit = self.pages.available // len(self.running) * self.limits.page_size  # tokens per sequence
         for sequence in self.running:
-            if not sequence.decoding or sequence.synchronous:
+            if not sequence.decoding or sequence.sampled_late:
                 return 0
             limit = min(limit, sequence.max_total - sequence.total)
         return limit
@@ -177,8 +177,6 @@ class Scheduler:
             computed, total = sequence.num_computed, len(sequence.tokens) + sequence.num_inflight
             if computed != total - 1 or not sequence.num_prompt < total < sequence.max_total:
                 continue  # still in prefill, preempted a moment ago, or its last token is in flight
-            if sequence.num_inflight and sequence.synchronous:
-                continue  # its next token depends on the one in flight
             if computed >= len(sequence.pages) * size and not self._make_room(sequence, computed + 1, now):
                 continue
             sequence.num_computed += 1

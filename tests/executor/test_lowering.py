@@ -23,7 +23,7 @@ def test_step_programs_lower_for_cuda_without_native_kernels(
     _, logits = stage.head.executable(step.x, step.rows, *stage.head.leaves)
     sampler = DeviceSampler(stage.placement, slots=8, vocab=logits.shape[1], max_len=16, top_logprobs=2, backend="xla")
     sampling_programs = sampling_calls(sampler, logits)
-    assert len(sampling_programs) == 4, "greedy, random, adjusted and full"
+    assert len(sampling_programs) == 6, "greedy, random, adjusted, full; masks, and log-probabilities beside them"
     for function, arguments in (
         (stage.embed.executable, (step.tokens, executor.sampler.newest, *stage.embed.leaves)),
         (stage.layers[0].executable, (step.x, *step.context, executor.pools[0], *stage.layers[0].leaves)),

@@ -85,25 +85,25 @@ def test_fields_that_change_nothing_are_accepted(http, path, fields):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("mirostat", True), ("num_beams", True), ("typical_p", 0), ("repeat_penalty", 0), ("json_schema", {})],
+    [("mirostat", True), ("num_beams", True), ("typical_p", 0), ("repeat_penalty", 0), ("format", {})],
 )
 def test_value_that_only_looks_neutral_is_refused(http, field, value):
     assert refusal(http.post(COMPLETIONS, json={"prompt": "a", field: value}))["param"] == field
 
 
 @pytest.mark.parametrize(
-    "response_format",
+    ("response_format", "place"),
     [
-        {"type": "json_object"},
-        {"type": "text", "schema": {"type": "object"}},
-        {"json_schema": {"name": "a"}},
-        {"type": 5},
+        ({"type": "text", "schema": {"type": "object"}}, "response_format.schema"),
+        ({"json_schema": {"name": "a"}}, "response_format.json_schema"),
+        ({"type": 5}, "response_format.type"),
+        ({"type": "structural_tag"}, "response_format.type"),
     ],
     ids=str,
 )
-def test_response_format_other_than_text_is_refused(http, response_format):
+def test_unknown_response_format_is_refused(http, response_format, place):
     error = refusal(http.post(CHAT, json=BODIES[CHAT] | {"response_format": response_format}))
-    assert (error["param"], error["code"]) == ("response_format", "unsupported_parameter")
+    assert (error["param"], error["code"]) == (place, "unsupported_parameter")
 
 
 @pytest.mark.parametrize(("field", "value"), [("echo", True), ("best_of", 2), ("suffix", "end"), ("documents", [{}])])

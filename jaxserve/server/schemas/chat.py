@@ -7,7 +7,8 @@ from pydantic import FailFast, Field
 from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.engine.chat_template import text_of
 from jaxserve.server.errors import rename_error_fields
-from jaxserve.server.schemas.common import Body, SamplingBody, expecting
+from jaxserve.server.schemas.body import Body, expecting
+from jaxserve.server.schemas.common import SamplingBody
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_MESSAGES, check_unsupported
 
 RESERVED_VARIABLES = frozenset(

@@ -1,63 +1,20 @@
-"""The base classes of request bodies: strict types, ignored unknown fields, and sampling parameters."""
+"""The sampling parameters that chat and text completions have in common."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-from jaxserve.core.errors import RequestError, UnsupportedParameter
+from jaxserve.core.errors import RequestError
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.server.schemas.unsupported import UNSUPPORTED, Unsupported, check_unsupported
-
-logger = logging.getLogger(__name__)
+from jaxserve.server.schemas.body import Body, expecting
+from jaxserve.server.schemas.structured import StructuredBody
 
 PRIORITY_BOUND = 2**31
 # The value of max_tokens and truncate_prompt_tokens for as many tokens as fit.
 ALL_THAT_FITS = -1
 SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
-
-
-def expecting(what: str) -> WrapValidator:
-    """Return a validator for a union, whose error says that the field must be `what` instead of naming each branch."""
-
-    def check(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return inner(value)
-        except ValidationError:
-            raise PydanticCustomError("union", "it must be {what}", {"what": what}) from None
-
-    return WrapValidator(check)
-
-
-class Body(BaseModel):
-    """A request body without type conversions. Unknown fields are ignored and their names logged."""
-
-    model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
-
-    def check_extra(self, table: Mapping[str, Unsupported] = UNSUPPORTED) -> None:
-        """Raise RequestError if an unknown field is in `table`. Log the names of other unknown fields."""
-        extra = self.model_extra or {}
-        check_unsupported(extra, table)
-        if extra:
-            logger.info(
-                "ignored %d unknown fields: %s", len(extra), ", ".join(repr(name[:40]) for name in [*extra][:8])
-            )
 
 
 class StreamOptions(Body):
@@ -70,7 +27,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class SamplingBody(Body):
+class SamplingBody(StructuredBody):
     """The sampling parameters of chat and text completions. None means the model's default."""
 
     model: str | None = None
@@ -100,12 +57,12 @@ class SamplingBody(Body):
     priority: Annotated[int, Field(ge=-PRIORITY_BOUND, lt=PRIORITY_BOUND)] = 0
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     user: str | None = None
-    response_format: dict[str, Any] | None = None
 
     def sampling_params(self, defaults: Mapping[str, Any], **override: Any) -> SamplingParams:
         """Return the engine's parameters: `defaults` of the model, overridden by the body, overridden by `override`."""
         asked = {name: getattr(self, name) for name in SAMPLING_FIELDS & self.__class__.model_fields.keys()}
         asked["logit_bias"] = _int_keys(self.logit_bias)
+        asked["structured"] = self.structured()
         given = {name: value for name, value in (asked | override).items() if value is not None}
         return SamplingParams(**{**defaults, "max_tokens": None, **given})
 
@@ -115,9 +72,8 @@ class SamplingBody(Body):
         return {}
 
     def check_stream(self) -> None:
-        """Raise RequestError if an unsupported field, response format or combination with `stream` is given."""
+        """Raise RequestError if an unsupported field or a combination with `stream` is given."""
         self.check_extra()
-        check_text_format(self.response_format or {})
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream to be true", field="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -132,18 +88,6 @@ class SamplingBody(Body):
     def usage_always(self) -> bool:
         """True if every event of a stream has the usage so far."""
         return self.usage_at_end and self.stream_options is not None and self.stream_options.continuous_usage_stats
-
-
-def check_text_format(response_format: Mapping[str, Any]) -> None:
-    """Raise RequestError if a response_format asks for anything but free text."""
-    asked = {name: value for name, value in response_format.items() if value is not None}
-    if asked.pop("type", "text") != "text" or asked:
-        raise UnsupportedParameter(
-            "response_format other than text is not supported yet",
-            field="response_format",
-            value=response_format.get("type"),
-            limit="text",
-        )
 
 
 def prompt_tokens_to_keep(truncate: int | None, room: int) -> int | None:

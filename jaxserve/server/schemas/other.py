@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import FailFast, Field, WithJsonSchema
 
 from jaxserve.core.errors import RequestError
+from jaxserve.server.schemas.body import Body
 from jaxserve.server.schemas.chat import ChatMessage, Conversation
-from jaxserve.server.schemas.common import PRIORITY_BOUND, Body
+from jaxserve.server.schemas.common import PRIORITY_BOUND
 from jaxserve.server.schemas.prompts import PROMPT_SCHEMA
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_PROMPTS
 

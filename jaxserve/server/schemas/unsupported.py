@@ -77,10 +77,10 @@ UNSUPPORTED_IN_PROMPTS: Mapping[str, Unsupported] = {
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
     **UNSUPPORTED_IN_PROMPTS,
-    # tools and structured output
+    # tools, and structured output under other names
     **_not_yet("tool_choice", "function_call", neutral=("none", "auto")),
-    **_not_yet("structured_outputs", "structural_tag", "guided_choice", "guided_regex", "guided_grammar"),
-    **_not_yet("grammar", "regex", "ebnf", "json_schema", "guided_json", "format", "response_schema", neutral=("",)),
+    **_not_yet("structural_tag"),
+    **_use("response_format", "format", "response_schema", neutral=("",)),
     # lengths and stops under other names
     **_use("max_tokens", "n_predict", "num_predict", "max_new_tokens", "max_length", "max_gen_len", neutral=()),
     **_use("max_tokens", "max_output_tokens", "max_tokens_to_sample", "max_completion_tokens", neutral=()),

@@ -1,0 +1,126 @@
+"""Structured output: what a request may demand of its answer's text, and how the engine sees that it gets it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jaxserve.core.errors import JaxserveError, RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MAX_GRAMMAR = 256 * 1024  # characters of a schema, an expression or a grammar
+MAX_CHOICES = 10_000
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+class StructureFailed(JaxserveError):
+    """An answer whose grammar became too complex while the answer was generated, so that it cannot go on."""
+
+    status = 500
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """What an answer's text must be: exactly one of the fields is given.
+
+    Raise `RequestError` that names the field if a value is not allowed. Whether a schema or grammar can be used shows
+    when a request is made.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None  # a JSON schema, as a mapping or as text
+    json_object: bool = False  # any JSON object
+    regex: str | None = None  # a regular expression that the whole text matches, without look-around
+    choice: Sequence[str] | None = None  # one of these texts
+    grammar: str | None = None  # a context-free grammar in the format of Lark, or in GBNF
+    place: str = field(default="", kw_only=True, compare=False)  # the name for errors; "": that of the field
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) is not (False if name == "json_object" else None)]
+        if len(given) != 1:
+            place = self.place or "structured"
+            raise RequestError(
+                f"{place} has {' and '.join(given) or 'nothing'}: give exactly one of {', '.join(KINDS)}", field=place
+            )
+        self._check_type()
+        if len(self.text) > MAX_GRAMMAR:
+            raise RequestError(
+                f"{self.name} has {len(self.text)} characters, the limit is {MAX_GRAMMAR}",
+                field=self.name,
+                value=len(self.text),
+                limit=MAX_GRAMMAR,
+            )
+
+    def _check_type(self) -> None:
+        kind, value = self.kind, getattr(self, self.kind)
+        if kind == "choice":
+            texts = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+            if not texts or not 0 < len(value) <= MAX_CHOICES:
+                raise RequestError(f"{self.name} must be a list of 1 to {MAX_CHOICES} strings", field=self.name)
+        elif kind in ("regex", "grammar") and (not isinstance(value, str) or not value):
+            raise RequestError(f"{self.name} must be a non-empty string", field=self.name, value=value)
+        elif kind == "json" and not isinstance(value, str | Mapping | bool):
+            raise RequestError(f"{self.name} must be a JSON schema", field=self.name, value=value)
+        elif kind == "json_object" and value is not True:
+            raise RequestError(f"{self.name} must be true or false", field=self.name, value=value)
+
+    @property
+    def kind(self) -> str:
+        """The one of `KINDS` that is given."""
+        return next(name for name in KINDS if getattr(self, name) is not (False if name == "json_object" else None))
+
+    @property
+    def name(self) -> str:
+        """The name for errors."""
+        return self.place or self.kind
+
+    @cached_property
+    def text(self) -> str:
+        """The field's value as a text; equal texts of one kind mean the same."""
+        value = getattr(self, self.kind)
+        if isinstance(value, str):
+            return value
+        try:
+            return json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"{self.name} cannot be written as JSON: {error}", field=self.name) from error
+
+
+class Matcher(Protocol):
+    """The state of one answer in its grammar."""
+
+    @property
+    def ended(self) -> bool:
+        """True if the text is complete and nothing may follow."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why the answer cannot go on, "" if it can."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Take the next token, which `fill` has allowed."""
+        ...
+
+    def fill(self, mask: "np.ndarray") -> None:
+        """Set the bits of the tokens that may come next in `mask` uint32 [ceil(V / 32)], and clear all others."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar, which many answers may share."""
+
+    def start(self) -> Matcher:
+        """Return the state of an answer without tokens."""
+        ...
+
+
+class GrammarCompiler(Protocol):
+    """A compiler of grammars for one tokenizer. Thread-safe."""
+
+    def compile(self, structured: StructuredOutput) -> Grammar:
+        """Return the grammar. Raise `RequestError` if it is invalid, unsupported or too large."""
+        ...

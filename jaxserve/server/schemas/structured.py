@@ -1,0 +1,100 @@
+"""Structured output in request bodies: the fields of OpenAI, vLLM, SGLang and llama.cpp, which mean the same."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from jaxserve.core.errors import RequestError, UnsupportedParameter
+from jaxserve.core.structured import StructuredOutput
+from jaxserve.server.schemas.body import Body, expecting
+
+# The fields at the top level of a body, with the kinds of `StructuredOutput` that they are.
+TOP_LEVEL = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+SCHEMA = expecting("a JSON schema: an object, or its text")
+
+
+class StructuredBody(Body):
+    """The fields that demand a structure of the answer. At most one of them may be given."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Annotated[dict[str, Any] | str | bool | None, SCHEMA] = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: Annotated[dict[str, Any] | str | bool | None, SCHEMA] = None
+    grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+    def structured(self) -> StructuredOutput | None:
+        """Return what the answer must be, None for free text.
+
+        Raise RequestError that names the field if it is not valid or if there are several.
+        """
+        asked = list(self._asked())
+        if len(asked) > 1:
+            first, second = asked[0].place, asked[1].place
+            raise RequestError(f"{second} cannot be given together with {first}", field=second)
+        return asked[0] if asked else None
+
+    def _asked(self) -> Iterator[StructuredOutput]:
+        if self.response_format:
+            yield from _of_response_format(self.response_format)
+        if self.structured_outputs:
+            yield _of_structured_outputs(self.structured_outputs)
+        for name, kind in TOP_LEVEL.items():
+            value = getattr(self, name)
+            if value is not None and value not in ("", []):
+                yield StructuredOutput(**{kind: value}, place=name)
+
+
+def _of_response_format(given: Mapping[str, Any]) -> Iterator[StructuredOutput]:
+    """Yield what OpenAI's `response_format` demands, nothing for free text."""
+    asked = {name: value for name, value in given.items() if value is not None}
+    kind = asked.pop("type", "text")
+    place = "response_format"
+    if kind == "json_schema":
+        form = asked.pop("json_schema", None)
+        if not isinstance(form, dict) or not isinstance(form.get("schema"), dict | bool):
+            raise RequestError(
+                "response_format.json_schema.schema must be a JSON schema", field="response_format.json_schema.schema"
+            )
+        yield StructuredOutput(json=form["schema"], place="response_format.json_schema.schema")
+    elif kind == "json_object":
+        schema = asked.pop("schema", None)  # llama.cpp takes a schema here
+        yield (
+            StructuredOutput(json_object=True, place=place)
+            if schema is None
+            else StructuredOutput(json=schema, place="response_format.schema")
+        )
+    elif kind != "text":
+        raise UnsupportedParameter(
+            f"response_format.type is {str(kind)[:40]!r}: it must be text, json_object or json_schema",
+            field="response_format.type",
+            value=kind,
+        )
+    if asked:
+        name = next(iter(asked))
+        raise UnsupportedParameter(
+            f"response_format of type {kind} has no {name[:40]!r}", field=f"response_format.{name}", value=asked[name]
+        )
+
+
+def _of_structured_outputs(given: Mapping[str, Any]) -> StructuredOutput:
+    """Return what vLLM's `structured_outputs` demands."""
+    asked = {name: value for name, value in given.items() if value not in (None, False) or name == "json"}
+    place = "structured_outputs"
+    unknown = sorted(asked.keys() - {"json", "json_object", "regex", "choice", "grammar"})
+    if unknown:
+        name = f"{place}.{unknown[0][:40]}"
+        raise UnsupportedParameter(f"{name} is not supported", field=name, value=asked[unknown[0]])
+    return StructuredOutput(**asked, place=f"{place}.{next(iter(asked))}" if len(asked) == 1 else place)

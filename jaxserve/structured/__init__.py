@@ -1,0 +1,1 @@
+"""Grammars that answers must follow, compiled and matched by llguidance."""

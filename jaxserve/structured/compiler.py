@@ -1,0 +1,147 @@
+"""The compiler of grammars: from what a request demands to a matcher of tokens, by llguidance."""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+from jaxserve.core.errors import RequestError
+from jaxserve.core.structured import StructuredOutput
+from jaxserve.engine.tokenizer import Tokenizer
+
+CACHED = 256  # compiled grammars, the least recently used ones are dropped
+# White space between the parts of JSON. Without a limit, models that do not know what comes next write it for ever.
+WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
+# Work of llguidance: about 20 ms for compiling the expressions of a grammar, 15 ms for one token.
+LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
+
+
+class LLGrammarCompiler:
+    """A compiler of grammars for a tokenizer (`core.structured.GrammarCompiler`). Grammars are cached."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]):
+        """`eos_token_ids` end an answer."""
+        self._tokenizer, self._eos_token_ids = tokenizer, tuple(dict.fromkeys(eos_token_ids))
+        self._cache: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+        self._prepared: LLTokenizer | None = None
+        self._limits = LLParserLimits(**LIMITS, verbose_errors=False)
+
+    def compile(self, structured: StructuredOutput) -> "CompiledGrammar":
+        """Return the grammar, from the cache if it has it. Raise `RequestError` that says what is wrong where."""
+        key = structured.kind, structured.text
+        with self._lock:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
+        matcher = LLMatcher(self._ll_tokenizer(), _source(structured), log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise _refusal(structured, matcher.get_error())
+        grammar = CompiledGrammar(matcher)
+        with self._lock:
+            self._cache[key] = grammar
+            while len(self._cache) > CACHED:
+                self._cache.popitem(last=False)
+        return grammar
+
+    def prepare(self) -> None:
+        """Read the vocabulary, which takes up to seconds for a large one, so that the first grammar need not wait."""
+        with self._making:
+            if self._prepared is None:
+                vocabulary = _Vocabulary(self._tokenizer, self._eos_token_ids)
+                self._prepared = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=list(self._eos_token_ids))
+
+    def _ll_tokenizer(self) -> LLTokenizer:
+        if not self._eos_token_ids:
+            raise RequestError("the model has no token that ends a text, which structured output needs")
+        self.prepare()
+        assert self._prepared is not None
+        return self._prepared
+
+
+class CompiledGrammar:
+    """A grammar at the beginning of an answer."""
+
+    def __init__(self, matcher: LLMatcher):
+        self._matcher = matcher
+
+    def start(self) -> "LLAnswer":
+        return LLAnswer(self._matcher.deep_copy())
+
+
+class LLAnswer:
+    """The state of one answer in its grammar (`core.structured.Matcher`)."""
+
+    def __init__(self, matcher: LLMatcher):
+        self._matcher = matcher
+
+    @property
+    def ended(self) -> bool:
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str:
+        return self._matcher.get_error()
+
+    def accept(self, token: int) -> None:
+        self._matcher.consume_token(token)
+
+    def fill(self, mask: np.ndarray) -> None:
+        allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: mask.size]
+        mask[: allowed.size], mask[allowed.size :] = allowed, 0
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance reads it."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]):
+        self.eos_token_id = eos_token_ids[0]
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
+
+
+def _source(structured: StructuredOutput) -> str:
+    """Return the grammar as llguidance takes it. Raise `RequestError` for text that is no JSON or no grammar."""
+    kind, text = structured.kind, structured.text
+    options = {"whitespace_pattern": WHITESPACE}
+    try:
+        if kind == "json_object":
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=options)
+        if kind == "json":
+            # What is always valid, as llguidance takes it; what never is, "false", it refuses.
+            return LLMatcher.grammar_from_json_schema("{}" if text.strip() == "true" else text, defaults=options)
+        return grammar_from(kind, text)  # type: ignore[arg-type]
+    except (ValueError, RecursionError) as error:
+        raise _refusal(structured, str(error)) from error
+
+
+def _refusal(structured: StructuredOutput, message: str) -> RequestError:
+    """Return the error for a client: what llguidance says, and where a schema has an unsupported keyword."""
+    if structured.kind == "json" and message.startswith("Unimplemented keys: "):
+        keywords = json.loads(message.removeprefix("Unimplemented keys: "))
+        where = dict.fromkeys(_places(json.loads(structured.text), keywords))
+        message = f"the keyword {keywords[0]!r} is not supported ({', '.join(where) or 'at #'})"
+    return RequestError(f"{structured.name} cannot be used: {message.strip()}", field=structured.name)
+
+
+def _places(schema: Any, keywords: list[str], path: str = "#") -> Iterator[str]:
+    """Yield the JSON pointers at which a schema has one of the keywords."""
+    if isinstance(schema, Mapping):
+        for key, value in schema.items():
+            place = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
+            if key in keywords:
+                yield place
+            yield from _places(value, keywords, place)
+    elif isinstance(schema, list):
+        for index, value in enumerate(schema):
+            yield from _places(value, keywords, f"{path}/{index}")

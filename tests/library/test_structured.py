@@ -1,0 +1,125 @@
+"""Structured answers follow their grammars in every mode of generation, beside answers that have none."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jsonschema
+import pytest
+
+from jaxserve import LLM, RequestError, SamplingParams, StructuredOutput
+from tests.support.internals import core_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+OBJECT = StructuredOutput(json=SCHEMA)
+EMAIL = StructuredOutput(regex="[a-z]{1,8}@[a-z]{1,8}\\.com")
+RANDOM = SamplingParams(temperature=1.0, seed=1, max_tokens=300, structured=OBJECT)
+GREEDY = replace(RANDOM, temperature=0)
+PROMPTS = [f"def f{number}(" for number in range(6)]
+
+
+@pytest.fixture(scope="module", params=["native", "xla"])
+def llm(request) -> Iterator[LLM]:
+    backend = {"kernel_backend": "xla"} if request.param == "xla" else {}
+    with LLM(max_num_seqs=6, max_model_len=512, kv_pages=200, warmup=False, **backend) as llm:
+        yield llm
+
+
+def texts(llm: LLM, prompts: list[str], params) -> list[str]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert {answer.finish_reason for output in outputs for answer in output.outputs} == {"stop"}
+    return [answer.text for output in outputs for answer in output.outputs]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0},
+        {"n": 3},
+        {"presence_penalty": 1.5, "repetition_penalty": 1.3},
+        {"logit_bias": {5: 50}},
+        {"min_tokens": 30},
+        {"ignore_eos": True},
+        {"logprobs": 2},
+        {"bad_words": ["name is"]},
+        {"top_k": 5, "top_p": 0.5, "min_p": 0.01},
+    ],
+    ids=str,
+)
+def test_answers_follow_the_schema(llm: LLM, options: dict) -> None:
+    for text in texts(llm, PROMPTS, replace(RANDOM, **options)):
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_answers_with_and_without_a_grammar_share_a_batch(llm: LLM) -> None:
+    free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    params = [GREEDY, free, replace(GREEDY, structured=EMAIL), free, replace(free, structured=EMAIL, n=2), free]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    jsonschema.validate(json.loads(outputs[0].outputs[0].text), SCHEMA)
+    for answer in (*outputs[2].outputs, *outputs[4].outputs):
+        assert re.fullmatch(EMAIL.text, answer.text)
+    assert [len(outputs[i].outputs[0].token_ids) for i in (1, 3, 5)] == [40, 40, 40]
+
+
+def test_the_likeliest_allowed_token_is_chosen_and_log_probabilities_are_the_models_own(llm: LLM) -> None:
+    free = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+    (output,) = llm.generate(PROMPTS[:1], free, use_tqdm=False)
+    ranked = sorted(output.outputs[0].logprobs[0].values(), key=lambda entry: entry.rank)
+    texts_by_rank = [entry.decoded_token for entry in ranked]
+
+    def has_likelier_beginning(text: str, before: int) -> bool:
+        return any(text.startswith(other) for other in texts_by_rank[:before])
+
+    place = next(n for n in range(3, 20) if not has_likelier_beginning(texts_by_rank[n], n))
+    others = [text for text in texts_by_rank[place + 1 :] if not has_likelier_beginning(text, place + 1)]
+    choice = StructuredOutput(choice=[*others, texts_by_rank[place]])
+    (chosen,) = llm.generate(PROMPTS[:1], replace(free, structured=choice), use_tqdm=False)
+    assert others
+    assert chosen.outputs[0].text == texts_by_rank[place]
+    (entry, *_) = chosen.outputs[0].logprobs[0].values()
+    assert entry.rank == place + 1
+    assert entry.logprob == pytest.approx(ranked[place].logprob, abs=0.05)
+
+
+def test_an_answer_that_reaches_max_tokens_is_cut(llm: LLM) -> None:
+    (output,) = llm.generate(["a"], replace(GREEDY, max_tokens=4), use_tqdm=False)
+    assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("length", 4)
+
+
+def test_a_seed_gives_the_same_answer_again(llm: LLM) -> None:
+    assert texts(llm, PROMPTS[:1], RANDOM) == texts(llm, PROMPTS[:1], RANDOM)
+
+
+def test_a_stream_has_the_text_of_the_whole_answer(llm: LLM) -> None:
+    pieces = [piece.outputs[0] for piece in llm.stream(PROMPTS[0], RANDOM)]
+    assert "".join(piece.text for piece in pieces) == texts(llm, PROMPTS[:1], RANDOM)[0]
+    assert len(pieces) > 3
+
+
+def test_a_grammar_that_cannot_be_used_is_refused_and_nothing_else(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="#/not"):
+        llm.generate(["a"], SamplingParams(structured=StructuredOutput(json={"not": {}})), use_tqdm=False)
+    assert texts(llm, PROMPTS[:1], GREEDY)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_preempted_answers_go_on_in_their_grammar(overlap: bool) -> None:
+    regex = "([a-z] ){50,60}!"
+    options = {"max_num_seqs": 6, "kv_pages": 13, "max_model_len": 192, "prefix_caching": False}
+    with LLM(warmup=False, overlap=overlap, **options) as llm:
+        params = replace(RANDOM, max_tokens=180, structured=StructuredOutput(regex=regex))
+        found = llm.generate(PROMPTS, [replace(params, seed=seed) for seed in range(6)], use_tqdm=False)
+        assert core_of(llm).scheduler.num_preemptions > 0
+    for output in found:
+        assert re.fullmatch(regex, output.outputs[0].text)

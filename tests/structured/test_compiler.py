@@ -1,0 +1,157 @@
+"""Grammars are compiled for what requests demand, and refused with the reason and the place."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.core.bundled import bundled_model_path
+from jaxserve.core.errors import RequestError
+from jaxserve.core.structured import MAX_GRAMMAR, StructuredOutput
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.structured import compiler as compiler_module
+from jaxserve.structured.compiler import LLGrammarCompiler
+
+PADDED = 64  # tokens that the model has beyond the tokenizer's
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(bundled_model_path())
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> LLGrammarCompiler:
+    return LLGrammarCompiler(tokenizer, tokenizer.eos_token_ids)
+
+
+@pytest.fixture(scope="module")
+def follows(compiler: LLGrammarCompiler, tokenizer: Tokenizer) -> Callable[[StructuredOutput, str], bool]:
+    """Return a function that says whether a whole text is allowed, token by token, and may end there."""
+
+    def allowed(structured: StructuredOutput, text: str) -> bool:
+        answer = compiler.compile(structured).start()
+        mask = np.zeros(-(-(tokenizer.vocab_size + PADDED) // 32), np.uint32)
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            answer.fill(mask)
+            if answer.ended or not mask[token // 32] >> (token % 32) & 1:
+                return False
+            answer.accept(token)
+        if answer.ended:
+            return True
+        answer.fill(mask)
+        return any(bool(mask[eos // 32] >> (eos % 32) & 1) for eos in tokenizer.eos_token_ids)
+
+    return allowed
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("structured", "good", "bad"),
+    [
+        (StructuredOutput(json=PERSON), '{"name": "é\\n😀", "age": 3}', '{"name": "a", "age": -3}'),
+        (StructuredOutput(json=json.dumps(PERSON)), '{"name":"a"}', '{"age": 3}'),
+        (StructuredOutput(json=True), "[1, null]", "[1,"),
+        (StructuredOutput(json_object=True), '{"a": [{}]}', "[1]"),
+        (StructuredOutput(regex="[a-c]{2,3}x?"), "abc", "abcc"),
+        (StructuredOutput(choice=["yes", "no"]), "no", "maybe"),
+        (StructuredOutput(choice=['a"b', "é"]), 'a"b', "a"),
+        (StructuredOutput(grammar='start: "a" start "b" | "c"'), "aacbb", "aacb"),
+        (StructuredOutput(grammar='root ::= "x" [0-9]+'), "x12", "x"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, StructuredOutput) else None,
+)
+def test_what_follows_the_grammar_is_allowed_and_nothing_else(follows, structured, good, bad) -> None:
+    assert follows(structured, good)
+    assert not follows(structured, bad)
+
+
+def test_tokens_that_only_the_model_has_are_never_allowed(compiler, tokenizer) -> None:
+    mask = np.full(-(-(tokenizer.vocab_size + PADDED) // 32), 2**32 - 1, np.uint32)
+    compiler.compile(StructuredOutput(regex="(?s:.*)")).start().fill(mask)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert bits[: tokenizer.vocab_size].sum() > tokenizer.vocab_size / 2
+    assert not bits[tokenizer.vocab_size :].any()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"json": {"properties": {"q": {"not": {"type": "string"}}}}},
+            "'not' is not supported.*#/properties/q/not",
+        ),
+        ({"json": {"$defs": {"a/b": {"uniqueItems": True}}, "$ref": "#/$defs/a~1b"}}, "#/\\$defs/a~1b/uniqueItems"),
+        ({"json": {"type": "strnig"}}, "strnig"),
+        ({"json": {"$ref": "#/$defs/missing"}}, "missing"),
+        ({"json": "{"}, "json cannot be used"),
+        ({"regex": "[a-z"}, "unclosed character class"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"grammar": 'start: "a" | foo'}, "unknown name"),
+        ({"grammar": "?"}, "grammar cannot be used"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_used_is_refused_with_the_place(compiler, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as error:
+        compiler.compile(StructuredOutput(**given))
+    assert error.value.field == next(iter(given))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"regex": "a", "choice": ["a"]},
+        {"json": False, "regex": "a"},
+        {"choice": []},
+        {"choice": "abc"},
+        {"choice": ["a", 5]},
+        {"regex": ""},
+        {"regex": 5},
+        {"json": 5},
+        {"json": {"a": {1, 2}}},
+        {"json_object": "yes"},
+        {"regex": "a" * (MAX_GRAMMAR + 1)},
+    ],
+    ids=lambda given: str(given)[:40],
+)
+def test_value_of_a_wrong_kind_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        StructuredOutput(**given)
+
+
+def test_deep_schemas_are_refused_and_wide_ones_are_not(compiler) -> None:
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(500):
+        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
+    with pytest.raises(RequestError, match="recursion"):
+        compiler.compile(StructuredOutput(json=deep))
+    compiler.compile(StructuredOutput(json={"enum": [f"value {i}" for i in range(5000)]}))
+
+
+def test_equal_grammars_are_compiled_once_and_old_ones_are_dropped(tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(compiler_module, "CACHED", 2)
+    compiler = LLGrammarCompiler(tokenizer, tokenizer.eos_token_ids)
+    first = compiler.compile(StructuredOutput(regex="a"))
+    compiler.compile(StructuredOutput(regex="b"))
+    assert compiler.compile(StructuredOutput(regex="a", place="guided_regex")) is first
+    compiler.compile(StructuredOutput(regex="c"))
+    assert compiler.compile(StructuredOutput(regex="a")) is first
+    compiler.compile(StructuredOutput(regex="d"))
+    compiler.compile(StructuredOutput(regex="e"))
+    assert compiler.compile(StructuredOutput(regex="a")) is not first
+
+
+def test_a_model_without_an_end_is_told_so(tokenizer) -> None:
+    with pytest.raises(RequestError, match="no token that ends a text"):
+        LLGrammarCompiler(tokenizer, ()).compile(StructuredOutput(regex="a"))
