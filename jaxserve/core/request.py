@@ -111,6 +111,7 @@ class Sequence:
     num_prompt: int = 0
     num_computed: int = 0
     num_inflight: int = 0
+    num_known_inflight: int = 0  # tokens in flight that the host knows already, because a grammar forces them
     num_cached: int = 0  # prompt tokens found in the prefix cache
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
@@ -157,7 +158,7 @@ class Sequence:
     @property
     def total(self) -> int:
         """Number of tokens, known to the host or in flight."""
-        return len(self.tokens) + self.num_inflight
+        return len(self.tokens) + self.num_inflight - self.num_known_inflight
 
     @property
     def decoding(self) -> bool:

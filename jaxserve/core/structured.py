@@ -105,6 +105,10 @@ class Matcher(Protocol):
         """Take the next token, which `fill` has allowed."""
         ...
 
+    def forced(self) -> Sequence[int]:
+        """Return the tokens that must come next, as far as there is no choice."""
+        ...
+
     def fill(self, mask: "np.ndarray") -> None:
         """Set the bits of the tokens that may come next in `mask` uint32 [ceil(V / 32)], and clear all others."""
         ...

@@ -13,7 +13,7 @@ from jaxserve.control.costs import InstanceCost
 from jaxserve.core.errors import JaxserveError, NonFiniteOutput, QueueFull, RequestError
 from jaxserve.core.request import FinishReason, Logprob, Request, RequestOutput, Sequence, SequenceStatus, TokenLogprobs
 from jaxserve.core.step_load import Loads
-from jaxserve.core.structured import StructureFailed
+from jaxserve.core.structured import Matcher, StructureFailed
 from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.counters import EngineCounters
@@ -288,6 +288,9 @@ class EngineCore:
         sequence.num_inflight -= 1
         if sequence.status is SequenceStatus.FINISHED:
             return  # it ended while this token was in flight
+        if sequence.num_known_inflight:
+            sequence.num_known_inflight -= 1
+            return
         request, token, now = sequence.request, step.tokens[row], step.now
         if token < 0:
             broken = sequence.matcher is not None and sequence.matcher.error
@@ -308,6 +311,8 @@ class EngineCore:
                 sequence.finish_reason = FinishReason.LENGTH
         else:
             self._check_end(sequence, token)
+            if sequence.matcher is not None and sequence.finish_reason is None:
+                step.generated += self._take_forced_tokens(sequence, sequence.matcher)
         if sequence.finish_reason is not None:
             flush_text(sequence)
             self.scheduler.finish(sequence)
@@ -316,6 +321,27 @@ class EngineCore:
         step.generated += 1
         if request.stream or sequence.finish_reason is not None:
             step.changed.setdefault(request.id, []).append(sequence)
+
+    def _take_forced_tokens(self, sequence: Sequence, matcher: Matcher) -> int:
+        """Append the tokens that the grammar forces, which are computed together, and return their number.
+
+        The step in flight samples the first of them, so that its token is known. Several are a chunk in the next step,
+        which saves this sequence steps, and makes that step longer for all: they must be more than there are sequences.
+        Tokens that are counted by penalties or returned with log-probabilities are sampled one by one.
+        """
+        params = sequence.params
+        if params.logprobs is not None or params.penalized or sequence.num_generated < params.min_tokens:
+            return 0
+        forced, count = matcher.forced(), 0
+        for token in forced if len(forced) > len(self.scheduler.running) + 1 else forced[:1]:
+            sequence.tokens.append(token)
+            count += 1
+            self._check_end(sequence, token)
+            if sequence.finish_reason is not None:
+                break
+        if count:
+            sequence.num_known_inflight = sequence.num_inflight
+        return count
 
     def _fail(self, step: _StepResult, request: Request, error: JaxserveError) -> None:
         """End a request that cannot go on, such as one for which the model computed values that are not finite."""

@@ -59,7 +59,9 @@ def _pack_decodes(
     count = len(sequences)
     first, last = shape.decodes - count, shape.decodes
     # A sequence with a second token in flight takes its input from the device.
-    view("tokens")[first:last] = [-1 - s.slot if s.num_inflight > 1 else s.tokens[-1] for s in sequences]
+    view("tokens")[first:last] = [
+        -1 - s.slot if s.num_inflight - s.num_known_inflight > 1 else s.tokens[-1] for s in sequences
+    ]
     positions = [s.num_computed - 1 for s in sequences]
     view("positions")[first:last] = positions
     slots = [s.slot for s in sequences]

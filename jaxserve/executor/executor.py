@@ -247,13 +247,13 @@ class BlockExecutor:
             self._score_tile(out, 0, np.zeros(shape.tile, np.int32))
 
     def _sample(self, work: Work, logits: Array) -> Sampled:
-        """Dispatch the sampling of a step's rows; those of sequences that ended since its dispatch sample nothing."""
+        """Dispatch the sampling of a step's rows; those whose token is known or not needed any more sample nothing."""
         sequences: list[Sequence | None] = [
             *work.decodes,
             *(c.sequence if c.last and not c.sequence.request.embed else None for c in work.chunks),
         ]
         if work.sampled_late:
-            sequences = [None if s is None or s.slot < 0 else s for s in sequences]
+            sequences = [None if s is None or s.slot < 0 or s.num_known_inflight else s for s in sequences]
         return self.sampler.sample(logits, sequences)
 
     def _forward(self, packed: np.ndarray, shape: StepShape) -> ForwardOutput:

@@ -174,9 +174,14 @@ class Scheduler:
     def _schedule_decodes(self, now: float) -> list[Sequence]:
         decodes, size = [], self.limits.page_size
         for sequence in tuple(self.running):  # a copy: preemption removes later sequences
-            computed, total = sequence.num_computed, len(sequence.tokens) + sequence.num_inflight
+            computed, total = sequence.num_computed, sequence.total
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted a moment ago
             if computed != total - 1 or not sequence.num_prompt < total < sequence.max_total:
-                continue  # still in prefill, preempted a moment ago, or its last token is in flight
+                # Still in prefill, or its last token is in flight. A grammar may have forced several tokens at once.
+                if sequence.matcher is not None:
+                    self._make_room(sequence, len(sequence.tokens), now)
+                continue
             if computed >= len(sequence.pages) * size and not self._make_room(sequence, computed + 1, now):
                 continue
             sequence.num_computed += 1

@@ -91,6 +91,9 @@ class LLAnswer:
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
 
+    def forced(self) -> Sequence[int]:
+        return self._matcher.compute_ff_tokens()
+
     def fill(self, mask: np.ndarray) -> None:
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: mask.size]
         mask[: allowed.size], mask[allowed.size :] = allowed, 0

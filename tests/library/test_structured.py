@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from jaxserve import LLM, RequestError, SamplingParams, StructuredOutput
+from jaxserve.structured.compiler import LLAnswer
 from tests.support.internals import core_of
 
 SCHEMA = {
@@ -123,3 +124,26 @@ def test_preempted_answers_go_on_in_their_grammar(overlap: bool) -> None:
         assert core_of(llm).scheduler.num_preemptions > 0
     for output in found:
         assert re.fullmatch(regex, output.outputs[0].text)
+
+
+FIXED = StructuredOutput(regex='\\{"identifier": "[a-z]{2}", "configuration": "[0-9]{2}"\\}')
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_forced_tokens_are_computed_together_and_change_no_answer(overlap: bool, monkeypatch) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100, structured=FIXED)
+    options = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 256, "memory_gb": 2}
+    with LLM(warmup=False, overlap=overlap, **options) as llm:
+
+        def answer_and_steps(prompt: str) -> tuple[tuple[int, ...], str, int]:
+            before = core_of(llm).snapshot.steps
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            answer = output.outputs[0]
+            return answer.token_ids, answer.text, core_of(llm).snapshot.steps - before
+
+        together = [answer_and_steps(prompt) for prompt in PROMPTS]
+        monkeypatch.setattr(LLAnswer, "forced", lambda self: [])
+        alone = [answer_and_steps(prompt) for prompt in PROMPTS]
+    assert [each[:2] for each in together] == [each[:2] for each in alone]
+    assert all(re.fullmatch(FIXED.text, text) for _, text, _ in together)
+    assert all(steps < others for (*_, steps), (*_, others) in zip(together, alone, strict=True))
