@@ -52,6 +52,12 @@ class NoTokenizer(RequestError, ValueError):
         )
 
 
+class GrammarTooComplex(RequestError):
+    """A grammar that became too complex while an answer was generated, so that the answer cannot go on."""
+
+    code = "grammar_too_complex"
+
+
 class QueueFull(RequestError):
     """A request for which the queue (bounded in requests and tokens) has no room, to be sent again later.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxserve.core.errors import JaxserveError, RequestError
+from jaxserve.core.errors import RequestError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -14,12 +14,6 @@ if TYPE_CHECKING:
 MAX_GRAMMAR = 256 * 1024  # characters of a schema, an expression or a grammar
 MAX_CHOICES = 10_000
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
-
-
-class StructureFailed(JaxserveError):
-    """An answer whose grammar became too complex while the answer was generated, so that it cannot go on."""
-
-    status = 500
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,10 @@ class Matcher(Protocol):
         ...
 
     def fill(self, mask: "np.ndarray") -> None:
-        """Set the bits of the tokens that may come next in `mask` uint32 [ceil(V / 32)], and clear all others."""
+        """Set the bits of the tokens that may come next in `mask` uint32 [ceil(V / 32)], and clear all others.
+
+        None may if there is an `error`.
+        """
         ...
 
 

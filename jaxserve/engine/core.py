@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.control.costs import InstanceCost
-from jaxserve.core.errors import JaxserveError, NonFiniteOutput, QueueFull, RequestError
+from jaxserve.core.errors import GrammarTooComplex, JaxserveError, NonFiniteOutput, QueueFull, RequestError
 from jaxserve.core.request import FinishReason, Logprob, Request, RequestOutput, Sequence, SequenceStatus, TokenLogprobs
 from jaxserve.core.step_load import Loads
-from jaxserve.core.structured import Matcher, StructureFailed
+from jaxserve.core.structured import Matcher
 from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.counters import EngineCounters
@@ -293,8 +293,7 @@ class EngineCore:
             return
         request, token, now = sequence.request, step.tokens[row], step.now
         if token < 0:
-            broken = sequence.matcher is not None and sequence.matcher.error
-            self._fail(step, request, StructureFailed(broken) if broken else NonFiniteOutput("logits"))
+            self._fail(step, request, _no_token(sequence))
             return
         sequence.tokens.append(token)
         if sequence.first_token is None:
@@ -437,3 +436,11 @@ class EngineCore:
 
     def _take_snapshot(self, now: float) -> None:
         self._counters.take(now)
+
+
+def _no_token(sequence: Sequence) -> JaxserveError:
+    """Return why no token could be sampled: the grammar has failed, or the logits are not finite."""
+    structured = sequence.params.structured
+    if sequence.matcher is None or structured is None or not sequence.matcher.error:
+        return NonFiniteOutput("logits")
+    return GrammarTooComplex(f"{structured.name} cannot go on: {sequence.matcher.error}", field=structured.name)

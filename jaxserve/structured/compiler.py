@@ -16,8 +16,15 @@ from jaxserve.engine.tokenizer import Tokenizer
 CACHED = 256  # compiled grammars, the least recently used ones are dropped
 # White space between the parts of JSON. Without a limit, models that do not know what comes next write it for ever.
 WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
-# Work of llguidance: about 20 ms for compiling the expressions of a grammar, 15 ms for one token.
-LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
+# Work of llguidance: at most about 80 ms for compiling a grammar, and some 10 ms for one token, for which all other
+# answers wait. With its defaults an ambiguous grammar of three lines took 600 ms for one token. Schemas need 0.01 to
+# 0.1 ms.
+LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 2_000,
+    "max_items_in_row": 1_000,
+}
 
 
 class LLGrammarCompiler:
@@ -40,6 +47,8 @@ class LLGrammarCompiler:
                 self._cache.move_to_end(key)
                 return self._cache[key]
         matcher = LLMatcher(self._ll_tokenizer(), _source(structured), log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a grammar that is too complex for its first token is refused, too
         if matcher.is_error():
             raise _refusal(structured, matcher.get_error())
         grammar = CompiledGrammar(matcher)
@@ -86,7 +95,7 @@ class LLAnswer:
 
     @property
     def error(self) -> str:
-        return self._matcher.get_error()
+        return _plain(self._matcher.get_error())
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
@@ -97,6 +106,8 @@ class LLAnswer:
     def fill(self, mask: np.ndarray) -> None:
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: mask.size]
         mask[: allowed.size], mask[allowed.size :] = allowed, 0
+        if self._matcher.is_error():
+            mask[:] = 0  # llguidance allows the end, as if the text were complete
 
 
 class _Vocabulary:
@@ -134,7 +145,12 @@ def _refusal(structured: StructuredOutput, message: str) -> RequestError:
         keywords = json.loads(message.removeprefix("Unimplemented keys: "))
         where = dict.fromkeys(_places(json.loads(structured.text), keywords))
         message = f"the keyword {keywords[0]!r} is not supported ({', '.join(where) or 'at #'})"
-    return RequestError(f"{structured.name} cannot be used: {message.strip()}", field=structured.name)
+    return RequestError(f"{structured.name} cannot be used: {_plain(message)}", field=structured.name)
+
+
+def _plain(message: str) -> str:
+    """Return a message of llguidance without its note that it has no details."""
+    return message.removesuffix("<non-verbose/>").strip()
 
 
 def _places(schema: Any, keywords: list[str], path: str = "#") -> Iterator[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import jsonschema
 import pytest
 
-from jaxserve import LLM, RequestError, SamplingParams, StructuredOutput
+from jaxserve import LLM, GrammarTooComplex, RequestError, SamplingParams, StructuredOutput
 from jaxserve.structured.compiler import LLAnswer
 from tests.support.internals import core_of
 
@@ -112,6 +112,14 @@ def test_a_grammar_that_cannot_be_used_is_refused_and_nothing_else(llm: LLM) -> 
     with pytest.raises(RequestError, match="#/not"):
         llm.generate(["a"], SamplingParams(structured=StructuredOutput(json={"not": {}})), use_tqdm=False)
     assert texts(llm, PROMPTS[:1], GREEDY)
+
+
+def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(llm: LLM) -> None:
+    grammar = StructuredOutput(grammar='start: s\ns: "a" | s s | s s s | s s s s')
+    params = replace(RANDOM, max_tokens=400, min_tokens=390, structured=grammar)
+    with pytest.raises(GrammarTooComplex, match=r"grammar cannot go on: .*Too many items"):
+        llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    assert texts(llm, PROMPTS, RANDOM)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

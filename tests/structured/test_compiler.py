@@ -155,3 +155,26 @@ def test_equal_grammars_are_compiled_once_and_old_ones_are_dropped(tokenizer, mo
 def test_a_model_without_an_end_is_told_so(tokenizer) -> None:
     with pytest.raises(RequestError, match="no token that ends a text"):
         LLGrammarCompiler(tokenizer, ()).compile(StructuredOutput(regex="a"))
+
+
+AMBIGUOUS = StructuredOutput(grammar='start: s\ns: "a" | s s | s s s | s s s s')
+
+
+def test_a_grammar_too_complex_for_its_first_token_is_refused(compiler) -> None:
+    letters = " | ".join(f'"{chr(97 + number)}" s' for number in range(26))
+    with pytest.raises(RequestError, match="Too many items"):
+        compiler.compile(StructuredOutput(grammar=f'start: s\ns: s s s | s s | "a" | {letters}'))
+
+
+def test_a_grammar_that_becomes_too_complex_says_so(compiler, tokenizer) -> None:
+    answer = compiler.compile(AMBIGUOUS).start()
+    mask = np.zeros(-(-tokenizer.vocab_size // 32), np.uint32)
+    (token,) = tokenizer.encode("a", add_special_tokens=False)
+    for _ in range(500):
+        answer.fill(mask)
+        if answer.error:
+            break
+        answer.accept(token)
+    assert "Too many items" in answer.error
+    assert "verbose" not in answer.error
+    assert not mask.any(), "no token can be sampled, which ends the request"
