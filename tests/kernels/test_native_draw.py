@@ -169,7 +169,8 @@ def test_sampler_on_one_device_draws_natively_unless_xla_is_chosen(backend: str,
         )
         logits = jax.device_put(jnp.zeros((ROWS, 9)), Placement(tuple(devices)).sharding())
         calls = [function.lower(*arguments).as_text() for function, arguments in sampling_calls(made, logits)]
-        assert {"jaxserve_draw" in call for call in calls} == {native_runs and len(devices) == 1}
+        drawn = sum("jaxserve_draw" in call for call in calls)  # all but the masks, and log-probabilities beside them
+        assert drawn == (len(calls) - 2 if native_runs and len(devices) == 1 else 0)
         made.run_on_padding(logits)
         made.close()
 
