@@ -20,7 +20,7 @@ class Parameter(BaseModel):
 
 
 class Function(BaseModel):
-    """What is to be extracted."""
+    """A function, as it is to be extracted."""
 
     name: str = Field(max_length=16)
     parameters: list[Parameter] = Field(max_length=3)

@@ -18,7 +18,7 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """What an answer's text must be: exactly one of the fields is given.
+    """A demand on an answer's text, of which exactly one field is given.
 
     Raise `RequestError` that names the field if a value is not allowed. Whether a schema or grammar can be used shows
     when a request is made.

@@ -295,6 +295,9 @@ class EngineCore:
         if token < 0:
             self._fail(step, request, _no_token(sequence))
             return
+        if sequence.matcher is not None and not _accepts(sequence.matcher, token):
+            self._fail(step, request, _nothing_allowed(sequence))
+            return
         sequence.tokens.append(token)
         if sequence.first_token is None:
             sequence.first_token = now
@@ -326,13 +329,15 @@ class EngineCore:
 
         The step in flight samples the first of them, so that its token is known. Several are a chunk in the next step,
         which saves this sequence steps, and makes that step longer for all: they must be more than there are sequences.
-        Tokens that are counted by penalties or returned with log-probabilities are sampled one by one.
+        Tokens that penalties count, bad words may forbid, or log-probabilities are asked for are sampled one by one.
         """
         params = sequence.params
-        if params.logprobs is not None or params.penalized or sequence.num_generated < params.min_tokens:
+        one_by_one = params.logprobs is not None or params.penalized or sequence.bad_words
+        if one_by_one or sequence.num_generated < params.min_tokens:
             return 0
         forced, count = matcher.forced(), 0
         for token in forced if len(forced) > len(self.scheduler.running) + 1 else forced[:1]:
+            matcher.accept(token)
             sequence.tokens.append(token)
             count += 1
             self._check_end(sequence, token)
@@ -355,8 +360,6 @@ class EngineCore:
     def _check_end(self, sequence: Sequence, token: int) -> None:
         params = sequence.request.params
         may_stop = len(sequence.tokens) - sequence.num_prompt > params.min_tokens
-        if sequence.matcher is not None:
-            sequence.matcher.accept(token)
         if may_stop and token in sequence.stop_ids:
             sequence.finish_reason = FinishReason.STOP
             if token in (params.stop_token_ids or ()):
@@ -444,3 +447,16 @@ def _no_token(sequence: Sequence) -> JaxserveError:
     if sequence.matcher is None or structured is None or not sequence.matcher.error:
         return NonFiniteOutput("logits")
     return GrammarTooComplex(f"{structured.name} cannot go on: {sequence.matcher.error}", field=structured.name)
+
+
+def _accepts(matcher: Matcher, token: int) -> bool:
+    """Take a sampled token, and return False if the grammar forbids it, because other parameters left no other one."""
+    matcher.accept(token)
+    return not matcher.error
+
+
+def _nothing_allowed(sequence: Sequence) -> RequestError:
+    """Return the error for a grammar that contradicts other parameters of its request."""
+    assert sequence.params.structured is not None
+    name = sequence.params.structured.name
+    return RequestError(f"{name} allows no token that bad_words, min_tokens and logit_bias do not forbid", field=name)

@@ -20,7 +20,7 @@ from jaxserve.parallel.placement import Placement
 
 
 class ParameterSource(Protocol):
-    """What parameters are read from: a `Checkpoint`."""
+    """A source that parameters are read from, which is a `Checkpoint`."""
 
     def variant(
         self, block_id: str, precision: str, padded: ModelConfig, between: Callable[[], None] | None = None

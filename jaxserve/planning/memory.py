@@ -30,9 +30,10 @@ from jaxserve.telemetry import Snapshot
 log = logging.getLogger(__name__)
 
 # Host memory of a server process at its peak, measured on Linux with jax 0.10 and two processors by
-# bench/process_memory.py (2026-11-27). These are first starts, which compile. Later starts load what was compiled and
+# bench/process_memory.py (2026-11-27). These are first starts, which compile; the constant RUNTIME is that of an idle
+# machine, where more is compiled at once than on a busy one (37 MB more). Later starts load what was compiled and
 # need 40 to 75 MB less with native kernels. Where XLA multiplies, the peak is that of the compiler during the start.
-RUNTIME = 355_000_000  # bytes: interpreter, JAX, server, and a compiler with nothing beside it on the machine
+RUNTIME = 355_000_000  # bytes: interpreter, JAX, server and compiler
 PROGRAM = 700_000  # bytes of the programs of one kind of block for one step shape
 FUSED_LAYER = 100_000  # bytes of each layer in a program that runs a whole step
 XLA_FUSED_LAYER = 3_000_000  # the same where XLA multiplies
@@ -237,7 +238,7 @@ def _ledgers(plan: Plan, limits: Resources) -> DeviceLedgers:
 
 @dataclass(frozen=True)
 class _Room:
-    """What the parts of a plan without its KV pages leave of one device."""
+    """The room that the parts of a plan without its KV pages leave of one device."""
 
     device: int
     budget: int

@@ -28,7 +28,7 @@ Wave = Callable[[float], float]  # seconds -> load, as a share of what full prec
 
 @dataclass
 class LoadResult:
-    """What a policy did under a load."""
+    """The result of a policy under a load."""
 
     directions: list[str] = field(default_factory=list)  # of changes of layers: "entry" or "release", in their order
     late: list[float] = field(

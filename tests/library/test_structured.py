@@ -114,6 +114,13 @@ def test_a_grammar_that_cannot_be_used_is_refused_and_nothing_else(llm: LLM) -> 
     assert texts(llm, PROMPTS[:1], GREEDY)
 
 
+def test_parameters_that_leave_no_token_are_named(llm: LLM) -> None:
+    params = replace(GREEDY, structured=StructuredOutput(choice=["a"]), bad_words=["a"])
+    with pytest.raises(RequestError, match="choice allows no token that bad_words"):
+        llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    assert texts(llm, PROMPTS[:1], GREEDY)
+
+
 def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(llm: LLM) -> None:
     grammar = StructuredOutput(grammar='start: s\ns: "a" | s s | s s s | s s s s')
     params = replace(RANDOM, max_tokens=400, min_tokens=390, structured=grammar)

@@ -21,7 +21,7 @@ MAX_GROWTH = 2.0  # factor by which the running sequences may be expected to gro
 
 @dataclass(frozen=True)
 class Load:
-    """What an instance has to serve, and how well each level of its ladder would serve it."""
+    """The load of an instance, and how well each level of its ladder would serve it."""
 
     settings: MorphSettings
     ladder: Ladder
