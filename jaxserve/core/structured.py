@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR = 256 * 1024  # characters of a schema, an expression or a grammar
 MAX_CHOICES = 10_000
+# White space between the parts of JSON, as a regular expression. Without a limit, models that do not know what comes next
+# write it for ever.
+JSON_WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 

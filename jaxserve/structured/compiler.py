@@ -10,12 +10,10 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.structured import StructuredOutput
+from jaxserve.core.structured import JSON_WHITESPACE, StructuredOutput
 from jaxserve.engine.tokenizer import Tokenizer
 
 CACHED = 256  # compiled grammars, the least recently used ones are dropped
-# White space between the parts of JSON. Without a limit, models that do not know what comes next write it for ever.
-WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
 # Work of llguidance: at most about 80 ms for compiling a grammar, and some 10 ms for one token, for which all other
 # answers wait. With its defaults an ambiguous grammar of three lines took 600 ms for one token. Schemas need 0.01 to
 # 0.1 ms.
@@ -127,7 +125,7 @@ class _Vocabulary:
 def _source(structured: StructuredOutput) -> str:
     """Return the grammar as llguidance takes it. Raise `RequestError` for text that is no JSON or no grammar."""
     kind, text = structured.kind, structured.text
-    options = {"whitespace_pattern": WHITESPACE}
+    options = {"whitespace_pattern": JSON_WHITESPACE}
     try:
         if kind == "json_object":
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=options)

@@ -1,0 +1,110 @@
+"""The events of an answer - text, reasoning and tool calls - and the message that they add up to."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """The beginning of a call of the tool `name`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """More of the arguments, as JSON text, of the call that began last."""
+
+    text: str
+
+
+Event = TextDelta | ReasoningDelta | CallBegun | ArgumentsDelta
+
+
+@dataclass(slots=True)
+class Text:
+    """A stretch of an answer's text."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class Reasoning:
+    """A stretch of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a tool. `arguments` are JSON as the model wrote it, which may be incomplete or invalid."""
+
+    name: str
+    arguments: str = ""
+
+
+Part = Text | Reasoning | Call
+
+
+@dataclass(slots=True)
+class ParsedMessage:
+    """An answer in its parts, in their order. It is the sum of the same events that a stream sends."""
+
+    parts: list[Part] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "ParsedMessage":
+        """Return the message that the events add up to."""
+        message = cls()
+        for event in events:
+            message.add(event)
+        return message
+
+    def add(self, event: Event) -> Part:
+        """Add an event and return the part that it belongs to, which is new or has grown."""
+        last = self.parts[-1] if self.parts else None
+        match event, last:
+            case (TextDelta(), Text()) | (ReasoningDelta(), Reasoning()):
+                last.text += event.text
+                return last
+            case ArgumentsDelta(), Call():
+                last.arguments += event.text
+                return last
+            case TextDelta(text), _:
+                self.parts.append(Text(text))
+            case ReasoningDelta(text), _:
+                self.parts.append(Reasoning(text))
+            case CallBegun(name), _:
+                self.parts.append(Call(name))
+            case _:
+                raise AssertionError("arguments without a call")
+        return self.parts[-1]
+
+    @property
+    def text(self) -> str:
+        """The answer without reasoning and calls."""
+        return "".join(part.text for part in self.parts if isinstance(part, Text))
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning."""
+        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
+
+    @property
+    def calls(self) -> list[Call]:
+        """All calls of tools."""
+        return [part for part in self.parts if isinstance(part, Call)]

@@ -1,0 +1,55 @@
+"""The parser of one answer: reasoning first, then text and tool calls."""
+
+from dataclasses import dataclass
+
+from jaxserve.parsing.events import CallBegun, TextDelta
+from jaxserve.parsing.formats.base import ToolFormat
+from jaxserve.parsing.reasoning import ReasoningSection, reasoning
+from jaxserve.parsing.source import Incremental, Parsing, Source
+from jaxserve.parsing.tools import ToolUse
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """What the answers to one request consist of besides text.
+
+    `section`: the reasoning with which they begin; None if there is none or if it stays in the text. `tools` and
+    `form`: the tools that they may call, and how calls are written.
+    """
+
+    section: ReasoningSection | None = None
+    form: ToolFormat | None = None
+    use: ToolUse | None = None
+
+    def parser(self) -> Incremental:
+        """Return a parser for one answer."""
+        source = Source()
+        return Incremental(source, self._parse(source))
+
+    def _parse(self, source: Source) -> Parsing[None]:
+        if self.section is not None:
+            yield from reasoning(source, self.section)
+        if self.form is None or self.use is None:
+            yield from _text(source)
+        elif self.use.parallel:
+            yield from self.form.parse(source, self.use.tools)
+        else:
+            yield from _first_call(self.form.parse(source, self.use.tools))
+
+
+def _text(source: Source) -> Parsing[None]:
+    """Yield everything as text."""
+    done = False
+    while not done:
+        text, _, done = yield from source.piece(())
+        if text:
+            yield TextDelta(text)
+
+
+def _first_call(parsing: Parsing[None]) -> Parsing[None]:
+    """Yield the events up to the end of the first call, and take but leave out what follows."""
+    calls = 0
+    for event in parsing:
+        calls += isinstance(event, CallBegun)
+        if event is None or (calls <= 1 and not (calls and isinstance(event, TextDelta))):
+            yield event
