@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.core.errors import RequestError
+from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.core.structured import StructuredOutput
 
 MAX_SPARSE_BIAS = 512  # token ids that logit_bias, bad_words and min_tokens of one sequence may bias together
@@ -50,7 +51,8 @@ class SamplingParams:
     `max_tokens=None` generates up to the model's length limit. `top_k=0` (or -1) and `top_p=1` are off, `temperature=0`
     and `top_p=0` are greedy, and `seed=-1` is random, as None. `logprobs=k` returns the log-probabilities of the
     sampled token and of the k most likely tokens, computed from the raw logits. `structured` is what the answer's text
-    must be; only an answer that reaches `max_tokens` may break off earlier.
+    must be; only an answer that reaches `max_tokens` may break off earlier. `reasoning` describes the reasoning with
+    which the answer begins, which may have a limit and to which `structured` does not apply.
 
     Raise `RequestError` that names the field, the value and the limit if a value is not allowed.
     """
@@ -77,6 +79,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured: StructuredOutput | None = None
+    reasoning: ReasoningSection | None = None
 
     def __post_init__(self) -> None:
         if self.seed == RANDOM_SEED:

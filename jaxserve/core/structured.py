@@ -7,14 +7,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxserve.core.errors import RequestError
+from jaxserve.core.reasoning import ReasoningSection
 
 if TYPE_CHECKING:
     import numpy as np
 
 MAX_GRAMMAR = 256 * 1024  # characters of a schema, an expression or a grammar
 MAX_CHOICES = 10_000
-# White space between the parts of JSON, as a regular expression. Without a limit, models that do not know what comes next
-# write it for ever.
+# A regular expression of the white space between the parts of JSON. Without a limit, models that do not know what comes
+# next write it for ever.
 JSON_WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -33,6 +34,8 @@ class StructuredOutput:
     choice: Sequence[str] | None = None  # one of these texts
     grammar: str | None = None  # a context-free grammar in the format of Lark, or in GBNF
     place: str = field(default="", kw_only=True, compare=False)  # the name for errors; "": that of the field
+    # What `grammar` has been made of. An error in it names its own place.
+    parts: "Sequence[StructuredOutput]" = field(default=(), kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) is not (False if name == "json_object" else None)]
@@ -127,4 +130,8 @@ class GrammarCompiler(Protocol):
 
     def compile(self, structured: StructuredOutput) -> Grammar:
         """Return the grammar. Raise `RequestError` if it is invalid, unsupported or too large."""
+        ...
+
+    def after_reasoning(self, grammar: Grammar | None, section: ReasoningSection) -> Grammar:
+        """Return the grammar of answers that begin with reasoning and go on as `grammar` says; None: with any text."""
         ...

@@ -6,12 +6,13 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxserve.core.errors import CheckpointError, RequestError
+from jaxserve.engine.tool_messages import tools_as_text
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
@@ -67,7 +68,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._now = now
-        self._template = self._compiled()
+        self._template, self.knows_tools = self._compiled()
         self._knows_developer = "developer" in source
         self._cached_dropped = lru_cache(maxsize=256)(self._find_dropped)
 
@@ -75,15 +76,18 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """Return the prompt of a conversation.
 
-        `continue_final_message`: the prompt ends inside the last message, which the model continues. `variables`:
-        further variables that the template defines, e.g. enable_thinking. A `developer` message is rendered as a
-        `system` message unless the template itself mentions developers.
+        `tools`: functions that the model may call, in OpenAI's form. A template that has no place for tools gets them,
+        their calls and their results in the text of messages. `continue_final_message`: the prompt ends inside the last
+        message, which the model continues. `variables`: further variables that the template defines, e.g.
+        enable_thinking. A `developer` message is rendered as a `system` message unless the template itself mentions
+        developers.
 
         Raise `RequestError` if the template refuses the messages or leaves one out.
         """
@@ -99,6 +103,10 @@ class ChatTemplate:
                     value=message,
                 )
         messages = [self._with_known_role(_in_text(message)) for message in messages]
+        if not self.knows_tools:
+            messages = tools_as_text(messages, tools)
+        elif tools:
+            variables["tools"] = tools
         self._check_roles(tuple(str(message.get("role")) for message in messages))
         if continue_final_message:
             return self._render_open(messages, variables)
@@ -174,7 +182,8 @@ class ChatTemplate:
             end = begin + len(mark)
         return None
 
-    def _compiled(self) -> Template:
+    def _compiled(self) -> tuple[Template, bool]:
+        """Return the template, and whether it uses a variable for tools."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -182,7 +191,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda pattern: self._now().strftime(pattern)
         try:
-            return environment.from_string(self.source)
+            names = meta.find_undeclared_variables(environment.parse(self.source))
+            return environment.from_string(self.source), "tools" in names
         except TemplateError as error:
             raise CheckpointError(f"the chat template is not valid Jinja: {error}") from error
 

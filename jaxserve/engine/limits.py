@@ -43,11 +43,13 @@ def grammar_of(params: SamplingParams, compiler: GrammarCompiler | None) -> Gram
 
     Raise `RequestError` if the grammar is invalid, unsupported or too large, or the model has no tokenizer.
     """
-    if params.structured is None:
+    limited = params.reasoning is not None and params.reasoning.max_tokens is not None
+    if params.structured is None and not limited:
         return None
     if compiler is None:
         raise NoTokenizer
-    return compiler.compile(params.structured)
+    grammar = None if params.structured is None else compiler.compile(params.structured)
+    return grammar if params.reasoning is None else compiler.after_reasoning(grammar, params.reasoning)
 
 
 def check_params(info: ModelInfo, params: SamplingParams, prompt_tokens: int) -> None:

@@ -1,7 +1,7 @@
 """The tokenizer: a model's vocabulary with its special tokens and its chat template."""
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,6 +137,21 @@ class Tokenizer:
     ) -> str:
         """Return the prompt of a conversation as `ChatTemplate.render`. Encode it without special tokens."""
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    @property
+    def template_source(self) -> str:
+        """The text of the chat template."""
+        return self._chat_template.source
+
+    @property
+    def template_knows_tools(self) -> bool:
+        """True if the chat template itself writes the definitions of tools."""
+        return self._chat_template.knows_tools
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of all special tokens by their texts."""
+        return {text: id for id in sorted(self.special_ids) if (text := self._tokenizer.id_to_token(id)) is not None}
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

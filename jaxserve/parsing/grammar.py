@@ -8,12 +8,14 @@ from jaxserve.parsing.formats.base import ToolFormat
 from jaxserve.parsing.tools import ToolUse
 
 
-def tool_grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> str:
+def tool_grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int], text: str = "") -> str:
     """Return a grammar in llguidance's form of Lark for an answer that may, or must, call tools.
 
-    `special`: the ids of the tokenizer's special tokens by text, which a grammar names by id.
+    `special`: the ids of the tokenizer's special tokens by text, which a grammar names by id. `text`: a rule for
+    answers without calls; "": any text, in which calls may be embedded.
     """
-    return "\n".join(["%llguidance {}", *_start(form, use, special), *_calls(form, use, special)]) + "\n"
+    start = _start_with(text, form, use, special) if text and not use.required else _start(form, use, special)
+    return "\n".join(["%llguidance {}", *start, *_calls(form, use, special)]) + "\n"
 
 
 def literal(text: str, special: Mapping[str, int]) -> str:
@@ -23,6 +25,13 @@ def literal(text: str, special: Mapping[str, int]) -> str:
     names = sorted((name for name in special if name in text), key=len, reverse=True)
     parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
     return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
+
+
+def _start_with(text: str, form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> Iterator[str]:
+    opening, closing, separator = (literal(t, special) for t in (form.opening, form.closing, form.separator))
+    more = f"({separator} call)*" if use.parallel else ""
+    yield f"start: text | {opening} call {more} {closing}"
+    yield f"text: {text}"
 
 
 def _start(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> Iterator[str]:

@@ -26,6 +26,10 @@ class AnswerFormat:
         source = Source()
         return Incremental(source, self._parse(source))
 
+    def new_call_id(self) -> str:
+        """Return a new id for a call."""
+        return "" if self.form is None else self.form.new_call_id()
+
     def _parse(self, source: Source) -> Parsing[None]:
         if self.section is not None:
             yield from reasoning(source, self.section)

@@ -5,19 +5,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.core.request import CompletionOutput, TokenLogprobs
+from jaxserve.parsing.events import ArgumentsDelta, CallBegun, Event, ParsedMessage, ReasoningDelta, TextDelta
+from jaxserve.parsing.parser import AnswerFormat
+from jaxserve.parsing.source import Incremental
 from jaxserve.server.generation import GeneratedAnswer, GenerationResponse, PromptResult
 from jaxserve.server.logprobs import format_chat_logprobs, format_prompt_logprobs
 from jaxserve.server.schemas.chat import ChatBody
 
 
 @dataclass
+class _Answer:
+    """One of the n answers of a stream, as far as it has been sent."""
+
+    parser: Incremental
+    calls: int = 0
+
+
+@dataclass
 class ChatResponse(GenerationResponse[ChatBody]):
-    """The JSON objects that answer one chat completion."""
+    """The JSON objects that answer one chat completion. `form`: what its answers consist of."""
 
     object_type = "chat.completion"
     chunk_type = "chat.completion.chunk"
 
-    _started: set[int] = field(default_factory=set)  # answers whose role has been sent
+    form: AnswerFormat
+
+    _begun: dict[int, _Answer] = field(default_factory=dict)  # by index of the answer
 
     def _final_choices(self, result: PromptResult) -> list[dict[str, Any]]:
         return [self._choice(answer) for answer in result.answers]
@@ -31,35 +44,75 @@ class ChatResponse(GenerationResponse[ChatBody]):
         return fields
 
     def _choice(self, answer: GeneratedAnswer) -> dict[str, Any]:
+        parser = self.form.parser()
+        message = ParsedMessage.of(self._visible(parser.push(answer.text) + parser.finish()))
         choice = {
             "index": answer.index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": self._message(message),
             "logprobs": self._logprobs(answer.logprobs),
-            "finish_reason": answer.finish_reason,
+            "finish_reason": _finish_reason(answer.finish_reason, len(message.calls)),
             "stop_reason": answer.stop_reason,
         }
         if self.body.return_token_ids:
             choice["token_ids"] = answer.token_ids
         return choice
 
+    def _message(self, parsed: ParsedMessage) -> dict[str, Any]:
+        message = {"role": "assistant", "content": parsed.text, "refusal": None}
+        if parsed.reasoning:
+            message |= _reasoning(parsed.reasoning)
+        if parsed.calls:
+            calls = [self._begin_call(call.name, call.arguments) for call in parsed.calls]
+            message |= {"content": parsed.text or None, "tool_calls": calls}
+        return message
+
     def _chunks(self, prompt: int, answer: CompletionOutput) -> Iterator[dict[str, Any]]:
-        """Yield the role if the answer has just begun, then its new content, then why it ended."""
-        if answer.index not in self._started:
+        """Yield the role if the answer has just begun, then what is new of it, then why it ended."""
+        if answer.index not in self._begun:
             yield self._role_chunk(prompt, answer.index)
-            self._started.add(answer.index)
-        if answer.text or answer.logprobs or (answer.token_ids and self.body.return_token_ids):
-            fields: dict[str, Any] = {"logprobs": self._logprobs(answer.logprobs or ())}
-            if self.body.return_token_ids:
-                fields["token_ids"] = answer.token_ids
-            yield self._chunk(answer.index, {"content": answer.text} if answer.text else {}, **fields)
+            self._begun[answer.index] = _Answer(self.form.parser())
+        sent = self._begun[answer.index]
+        events = sent.parser.push(answer.text)
+        if answer.finish_reason:
+            events += sent.parser.finish()
+        deltas = [self._delta(sent, event) for event in self._visible(events)]
+        if not deltas and (answer.logprobs or (answer.token_ids and self.body.return_token_ids)):
+            deltas = [{}]
+        fields: dict[str, Any] = {"logprobs": self._logprobs(answer.logprobs or ())}
+        if self.body.return_token_ids:
+            fields["token_ids"] = answer.token_ids
+        for delta in deltas:
+            yield self._chunk(answer.index, delta, **fields)
+            fields = {}  # once for all events of the same tokens
         if answer.finish_reason:
             # An event of its own: some clients ignore the text of an event with a finish_reason.
             stop = {} if answer.stop_reason is None else {"stop_reason": answer.stop_reason}
-            yield self._chunk(answer.index, {}, finish_reason=answer.finish_reason, **stop)
+            reason = _finish_reason(answer.finish_reason, sent.calls)
+            yield self._chunk(answer.index, {}, finish_reason=reason, **stop)
+
+    def _visible(self, events: list[Event]) -> list[Event]:
+        if self.body.include_reasoning:
+            return events
+        return [event for event in events if not isinstance(event, ReasoningDelta)]
+
+    def _delta(self, sent: _Answer, event: Event) -> dict[str, Any]:
+        match event:
+            case TextDelta(text):
+                return {"content": text}
+            case ReasoningDelta(text):
+                return _reasoning(text)
+            case CallBegun(name):
+                sent.calls += 1
+                return {"tool_calls": [{"index": sent.calls - 1, **self._begin_call(name, "")}]}
+            case ArgumentsDelta(text):
+                return {"tool_calls": [{"index": sent.calls - 1, "function": {"arguments": text}}]}
+
+    def _begin_call(self, name: str, arguments: str) -> dict[str, Any]:
+        return {"id": self.form.new_call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _role_chunk(self, prompt: int, index: int) -> dict[str, Any]:
         chunk = self._chunk(index, {"role": "assistant", "content": ""})
-        if not self._started and self.body.return_token_ids:  # once per stream
+        if not self._begun and self.body.return_token_ids:  # once per stream
             chunk["prompt_token_ids"] = self.job.prompts[prompt].token_ids
         return chunk
 
@@ -74,3 +127,13 @@ class ChatResponse(GenerationResponse[ChatBody]):
         return format_chat_logprobs(
             steps, self.client.tokenizer, alternatives, ids=self.body.return_tokens_as_token_ids
         )
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    # DeepSeek's name and OpenRouter's: clients look for either.
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _finish_reason(reason: str | None, calls: int) -> str | None:
+    """Return OpenAI's reason why an answer ended: its calls, unless it was cut."""
+    return "tool_calls" if calls and reason == "stop" else reason

@@ -8,7 +8,6 @@ from jaxserve.core.errors import PromptTooLong
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.limits import check_prompt, context_length
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.server.errors import rename_error_fields
 from jaxserve.server.offload import MAX_INLINE_SIZE, off_loop_if_large
 from jaxserve.server.schemas.chat import Conversation
 
@@ -83,19 +82,6 @@ async def tokens_prompts(
         else TokensPrompt(prompt)
         for prompt in cut
     ]
-
-
-async def conversation_prompt(
-    client: EngineClient, body: Conversation, *, add_special_tokens: bool, keep: int | None = None
-) -> TokensPrompt:
-    """Return the prompt of a conversation, rendered with the model's chat template.
-
-    Raise RequestError if the prompt breaks the model's limits.
-    """
-    with rename_error_fields({"prompt": "messages"}):
-        text = await render(client, body)
-        (prompt,) = await tokens_prompts(client, [text], add_special_tokens=add_special_tokens, keep=keep)
-    return prompt
 
 
 async def render(client: EngineClient, body: Conversation) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.options import Option, check_ranges
+from jaxserve.parsing.registry import AUTO, reasoning_format, tool_format
 
 MEBIBYTE = 1024 * 1024
 
@@ -83,6 +84,12 @@ class ServerSettings:
     clamp_max_tokens: Annotated[
         bool, Option("Limits", "Lower max_tokens if it does not fit after the prompt, instead of refusing the request.")
     ] = False
+    tool_parser: Annotated[
+        str, Option("Model", "Format of tool calls; auto: as the chat template shows; none: refuse tools.")
+    ] = AUTO
+    reasoning_parser: Annotated[
+        str, Option("Model", "Format of reasoning; auto: as the chat template shows; none: leave it in the text.")
+    ] = AUTO
     shutdown_timeout: Annotated[
         float, Option("HTTP server", "Seconds that running requests get to finish after SIGTERM.", minimum=0)
     ] = 30.0
@@ -94,6 +101,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         """Raise ConfigError, naming the option, if a value is not allowed."""
         check_ranges(self)
+        tool_format(self.tool_parser, "")
+        reasoning_format(self.reasoning_parser, "")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(
                 f"root_path is {self.root_path!r}: it must begin and not end with a slash, like '/prefix' (--root-path)"

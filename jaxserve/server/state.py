@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 
 from jaxserve.core.errors import EngineStopped, RequestError
 from jaxserve.engine.client import ControlClient, EngineClient
+from jaxserve.server.answer_formats import AnswerFormats
 from jaxserve.server.settings import ServerSettings
 
 
@@ -48,6 +49,7 @@ class ServerState:
         self.wall_clock = wall_clock
         self.phase = Phase.LOADING
         self._client: EngineClient | None = None
+        self._formats: AnswerFormats | None = None
         if client is not None:
             self.attach(client)
 
@@ -90,6 +92,12 @@ class ServerState:
         if control is None:
             raise NoControlPlane("this engine has no control plane: its plan cannot change while it serves")
         return control
+
+    def formats(self) -> AnswerFormats:
+        """Return the formats of the model's answers. Raise NoTokenizer if the model has no tokenizer."""
+        if self._formats is None:
+            self._formats = AnswerFormats.of(self.settings, self.client().tokenizer)
+        return self._formats
 
     def model_names(self) -> tuple[str, ...]:
         """Return the names under which the model is served. Responses show the first one."""

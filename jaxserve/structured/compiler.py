@@ -10,8 +10,10 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.structured import JSON_WHITESPACE, StructuredOutput
+from jaxserve.core.reasoning import ReasoningSection
+from jaxserve.core.structured import JSON_WHITESPACE, Grammar, StructuredOutput
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.structured.reasoning import ReasonedGrammar
 
 CACHED = 256  # compiled grammars, the least recently used ones are dropped
 # Work of llguidance: at most about 80 ms for compiling a grammar, and some 10 ms for one token, for which all other
@@ -39,6 +41,8 @@ class LLGrammarCompiler:
 
     def compile(self, structured: StructuredOutput) -> "CompiledGrammar":
         """Return the grammar, from the cache if it has it. Raise `RequestError` that says what is wrong where."""
+        for part in structured.parts:
+            self.compile(part)
         key = structured.kind, structured.text
         with self._lock:
             if key in self._cache:
@@ -55,6 +59,10 @@ class LLGrammarCompiler:
             while len(self._cache) > CACHED:
                 self._cache.popitem(last=False)
         return grammar
+
+    def after_reasoning(self, grammar: Grammar | None, section: ReasoningSection) -> Grammar:
+        """Return the grammar of answers that begin with reasoning and go on as `grammar` says; None: with any text."""
+        return ReasonedGrammar(grammar, section, self._tokenizer, self._eos_token_ids)
 
     def prepare(self) -> None:
         """Read the vocabulary, which takes up to seconds for a large one, so that the first grammar need not wait."""

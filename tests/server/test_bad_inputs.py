@@ -138,7 +138,7 @@ def test_unknown_paths_and_methods_return_404_and_405(http):
         ("priority", 2**40),
         ("cache_salt", "x" * 300),
         ("response_format", {"type": "json_schema", "json_schema": {"name": "a"}}),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tools", [{"type": "web_search"}]),
         ("guided_regex", 5),
         ("guided_choice", [5]),
         ("json_schema", 5),
@@ -294,7 +294,7 @@ def test_empty_body_is_named(http):
 def test_error_names_the_message_of_the_conversation(http):
     messages = [*MESSAGES, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     assert error_of(http.post(CHAT, json={"messages": messages}))["param"] == "messages.1.content"
-    assert error_of(http.post(CHAT, json={"messages": [{"role": "tool"}]}))["param"] == "messages.0.role"
+    assert error_of(http.post(CHAT, json={"messages": [{"role": "function"}]}))["param"] == "messages.0.role"
 
 
 def test_missing_field_has_its_own_error_code(http):
@@ -426,8 +426,8 @@ def test_invalid_chat_field_is_refused(http, fields):
 @pytest.mark.parametrize(
     "body",
     [
-        {"messages": [*MESSAGES, {"role": "tool", "tool_call_id": "1", "content": "5"}]},
-        {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+        {"messages": [*MESSAGES, {"role": "function", "name": "f", "content": "5"}]},
+        {"messages": MESSAGES, "tools": [{"type": "web_search"}]},
         {"messages": MESSAGES, "modalities": ["text", "audio"]},
         {"messages": MESSAGES, "web_search_options": {"search_context_size": "low"}},
     ],

@@ -14,7 +14,7 @@ BODIES = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": "hi"}, EMBEDDING
 GENERATE = (CHAT, COMPLETIONS)
 OWN_FIELDS = {  # by endpoint; bodies of other endpoints lack them
     CHAT: {"top_logprobs", "max_completion_tokens", "enable_thinking", "chat_template_kwargs", "continue_final_message"}
-    | {"add_generation_prompt"},
+    | {"add_generation_prompt", "tools", "tool_choice", "thinking_token_budget", "include_reasoning"},
     COMPLETIONS: {"echo", "suffix", "best_of"},
 }
 TRUNCATED = "truncate_prompt_tokens"

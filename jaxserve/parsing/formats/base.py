@@ -1,6 +1,7 @@
 """What a format of tool calls is: how an answer is parsed, and which texts surround a call."""
 
 import json
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -38,6 +39,10 @@ class ToolFormat(ABC):
     @abstractmethod
     def after(self) -> str:
         """Return the text of a call after its arguments."""
+
+    def new_call_id(self) -> str:
+        """Return a new id for a call."""
+        return f"call_{uuid.uuid4().hex[:24]}"
 
     def arguments(self, tool: Tool) -> str:
         """Return a rule of Lark for the arguments of a call."""

@@ -9,6 +9,7 @@ from jaxserve.engine.chat_template import text_of
 from jaxserve.server.errors import rename_error_fields
 from jaxserve.server.schemas.body import Body, expecting
 from jaxserve.server.schemas.common import SamplingBody
+from jaxserve.server.schemas.tools import ToolsBody, calls_for_template
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_MESSAGES, check_unsupported
 
 RESERVED_VARIABLES = frozenset(
@@ -24,13 +25,24 @@ class ChatMessage(Body):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # alias of reasoning_content
+    tool_calls: list[dict[str, Any]] | None = None  # of an assistant
+    tool_call_id: str | None = None  # of a message with role tool: the call that it answers
 
     def as_dict(self, place: str = "messages") -> dict[str, Any]:
-        """Return the message for the chat template. Raise RequestError, naming `place`, if it has images or tools."""
-        if self.role in ("tool", "function"):
-            raise UnsupportedParameter("tools are not supported yet", field=f"{place}.role", value=self.role)
+        """Return the message for the chat template. Raise RequestError, naming `place`, if it has images."""
+        if self.role == "function":
+            raise UnsupportedParameter(
+                "the role function is not supported: use tool_calls and the role tool",
+                field=f"{place}.role",
+                value=self.role,
+            )
         check_unsupported(self.model_extra or {}, UNSUPPORTED_IN_MESSAGES, f"{place}.")
-        given = {"name": self.name, "reasoning_content": self.reasoning_content or self.reasoning}
+        given = {
+            "name": self.name,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+            "tool_calls": calls_for_template(self.tool_calls or (), f"{place}.tool_calls") or None,
+            "tool_call_id": self.tool_call_id,
+        }
         return {"role": self.role, "content": self._text(place)} | {k: v for k, v in given.items() if v is not None}
 
     def _text(self, place: str) -> str:
@@ -40,7 +52,7 @@ class ChatMessage(Body):
             return text_of(self.content)
 
 
-class Conversation(Body):
+class Conversation(ToolsBody):
     """Messages, and options of the chat template that renders them."""
 
     messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1)]
@@ -50,6 +62,13 @@ class Conversation(Body):
     # Variables of the chat template, which chat_template_kwargs overrides.
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+
+    def opening(self) -> str | None:
+        """Return the beginning of the answer if the last message is to be continued, else None."""
+        if not self.continue_final_message:
+            return None
+        content = self.messages[-1].content
+        return content if isinstance(content, str) else ""
 
     def template_variables(self) -> dict[str, Any]:
         """Return the keyword arguments of `Tokenizer.apply_chat_template`.
@@ -66,6 +85,7 @@ class Conversation(Body):
                 )
         return {
             **variables,
+            "tools": self.template_tools(),
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
         }
@@ -79,6 +99,8 @@ class ChatBody(Conversation, SamplingBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    include_reasoning: bool = True
+    thinking_token_budget: Annotated[int | None, Field(ge=0)] = None
 
     def check(self) -> None:
         """Raise RequestError if fields contradict each other or are not supported."""

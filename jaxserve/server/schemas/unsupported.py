@@ -46,16 +46,14 @@ def _use(field: str, *names: str, neutral: tuple[Any, ...] = EMPTY) -> dict[str,
     return _because(f"use {field}", *names, neutral=neutral)
 
 
-def _not_yet(*names: str, neutral: tuple[Any, ...] = EMPTY) -> dict[str, Unsupported]:
-    return dict.fromkeys(names, Unsupported(" yet", neutral))
-
-
 def _unknown(*names: str, neutral: tuple[Any, ...] = EMPTY) -> dict[str, Unsupported]:
     return dict.fromkeys(names, Unsupported("", neutral))
 
 
 UNSUPPORTED_IN_PROMPTS: Mapping[str, Unsupported] = {
-    **_not_yet("tools", "functions", "mcp_servers"),
+    **_use("tools", "functions"),
+    **_because("tools are for /v1/chat/completions", "tools"),
+    **_because("the client must call these tools itself", "mcp_servers"),
     **_use("truncate_prompt_tokens", "truncate", "truncation", neutral=(False, "disabled", "NONE", "None")),
     **_use("truncate_prompt_tokens", "prompt_truncate_len", neutral=()),
     **_use("truncate_prompt_tokens", "context_length_exceeded_behavior", neutral=("error",)),
@@ -78,8 +76,9 @@ UNSUPPORTED_IN_PROMPTS: Mapping[str, Unsupported] = {
 UNSUPPORTED: Mapping[str, Unsupported] = {
     **UNSUPPORTED_IN_PROMPTS,
     # tools, and structured output under other names
-    **_not_yet("tool_choice", "function_call", neutral=("none", "auto")),
-    **_not_yet("structural_tag"),
+    **_use("tool_choice", "function_call", neutral=("none", "auto")),
+    **_because("tools are for /v1/chat/completions", "tool_choice", neutral=("none", "auto")),
+    **_unknown("structural_tag"),
     **_use("response_format", "format", "response_schema", neutral=("",)),
     # lengths and stops under other names
     **_use("max_tokens", "n_predict", "num_predict", "max_new_tokens", "max_length", "max_gen_len", neutral=()),
@@ -114,10 +113,11 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_unknown("penalize_nl", neutral=(False,)),
     **_use("echo", "return_full_text", neutral=(False,)),
     # reasoning
-    **_unknown("thinking_budget", "thinking_token_budget", "thinking_budget_tokens", "reasoning_budget", neutral=(-1,)),
-    **_because("reasoning stays in the text", "include_reasoning", neutral=(True,)),
-    **_because("reasoning stays in the text", "separate_reasoning", neutral=(False,)),
-    **_because("reasoning stays in the text", "reasoning_format", neutral=("none",)),
+    **_use("thinking_token_budget", "thinking_budget", "thinking_budget_tokens", "reasoning_budget", neutral=(-1,)),
+    **_because("it is for /v1/chat/completions", "thinking_token_budget", neutral=(-1,)),
+    **_because("it is for /v1/chat/completions", "include_reasoning", neutral=(True,)),
+    **_use("include_reasoning", "separate_reasoning", neutral=(True,)),
+    **_use("include_reasoning", "reasoning_format", neutral=("auto", "deepseek")),
     # contents of the answer
     **_unknown(
         "echo", "suffix", "enable_search", "web_search_options", "enable_code_interpreter", "translation_options"
@@ -149,7 +149,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
 }
 
 UNSUPPORTED_IN_MESSAGES: Mapping[str, Unsupported] = {
-    **_not_yet("tool_calls", "function_call", "tools"),
+    **_use("tool_calls", "function_call"),
     **_because("this model reads text only", "images", "audio", "videos"),
     **_use("continue_final_message, with add_generation_prompt false,", "prefix", "partial"),
     **_because("send it as content", "refusal"),

@@ -1,0 +1,105 @@
+"""The formats of a model's answers: how reasoning and tool calls are found in them, and how calls are enforced."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxserve.core.errors import RequestError, UnsupportedParameter
+from jaxserve.core.reasoning import ReasoningSection
+from jaxserve.core.structured import StructuredOutput
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.parsing.formats.base import ToolFormat
+from jaxserve.parsing.formats.hermes import Hermes
+from jaxserve.parsing.grammar import tool_grammar
+from jaxserve.parsing.parser import AnswerFormat
+from jaxserve.parsing.reasoning import ReasoningFormat
+from jaxserve.parsing.registry import NONE, reasoning_format, tool_format
+from jaxserve.parsing.tools import Tool
+from jaxserve.server.schemas.chat import ChatBody
+from jaxserve.server.settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class AnswerFormats:
+    """The formats of one model and server. None: there is no tool calling, or no reasoning, or it stays in the text."""
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+    special_tokens: Mapping[str, int]  # ids by text
+    tools_hint: str  # why there is no tool calling
+
+    @classmethod
+    def of(cls, settings: ServerSettings, tokenizer: Tokenizer) -> "AnswerFormats":
+        """Return the formats that the settings name or the chat template shows."""
+        template = tokenizer.template_source
+        tools = tool_format(settings.tool_parser, template)
+        if tools is None and settings.tool_parser != NONE and not tokenizer.template_knows_tools:
+            tools = Hermes()  # the format in which tools are added to messages
+        hint = "this server runs with --tool-parser none"
+        if settings.tool_parser != NONE:
+            hint = "its chat template does not show how the model writes calls (--tool-parser)"
+        return cls(tools, reasoning_format(settings.reasoning_parser, template), tokenizer.special_tokens, hint)
+
+    def answer_format(self, body: ChatBody, prompt: str) -> AnswerFormat:
+        """Return the format of answers to a conversation, which has been rendered as `prompt`.
+
+        Raise RequestError if the request's tools are not valid or cannot be called.
+        """
+        use = body.tool_use()
+        if use is not None and self.tools is None:
+            raise UnsupportedParameter(f"tools cannot be used: {self.tools_hint}", field="tools")
+        section = None
+        if self.reasoning is not None:
+            opening = body.opening()
+            section = self.reasoning.after(prompt) if opening is None else self.reasoning.inside(opening)
+        return AnswerFormat(section, self.tools if use else None, use)
+
+    def structured(self, form: AnswerFormat, asked: StructuredOutput | None) -> StructuredOutput | None:
+        """Return what the answer must be so that its calls are valid and its text is what the client `asked` for.
+
+        Raise RequestError if both cannot be demanded together.
+        """
+        use = form.use
+        if use is None or form.form is None or not (use.constrained or asked):
+            return asked
+        parts = tuple(_strict_schema(tool) for tool in use.tools if tool.strict)
+        text = ""
+        if asked is not None and not use.required:
+            text, parts = _rule(asked), (*parts, asked)
+        grammar = tool_grammar(form.form, use, self.special_tokens, text)
+        return StructuredOutput(grammar=grammar, place="tools", parts=parts)
+
+    def reasoning_section(self, form: AnswerFormat, budget: int | None) -> ReasoningSection | None:
+        """Return the reasoning for the engine. Raise RequestError for a budget if the model has no reasoning."""
+        if budget is not None and self.reasoning is None:
+            raise UnsupportedParameter(
+                "thinking_token_budget needs a model whose reasoning is parsed (--reasoning-parser)",
+                field="thinking_token_budget",
+                value=budget,
+            )
+        if form.section is None:
+            return None
+        tags = form.section.form
+        return ReasoningSection(tags.start, tags.end, form.section.begun, budget)
+
+    def shows_special_tokens(self, form: AnswerFormat) -> bool:
+        """Return whether the parser must see tokens that are left out of text otherwise."""
+        tags = () if form.section is None else (form.section.form.start, form.section.form.end)
+        return any(text in self.special_tokens for text in (*tags, *(() if form.form is None else form.form.markers)))
+
+
+def _strict_schema(tool: Tool) -> StructuredOutput:
+    return StructuredOutput(json={"type": "object", **(tool.parameters or {})}, place=tool.place)
+
+
+def _rule(asked: StructuredOutput) -> str:
+    """Return a rule of Lark for the text that a client asked for beside tools."""
+    match asked.kind:
+        case "json" | "json_object":
+            schema = json.loads(asked.text) if asked.kind == "json" else {"type": "object"}
+            return f"%json {json.dumps(schema)}"
+        case "choice":
+            return " | ".join(json.dumps(text) for text in asked.choice or ())
+    raise RequestError(
+        f"{asked.name} cannot be given together with tools: give a JSON schema, or tool_choice none", field=asked.name
+    )

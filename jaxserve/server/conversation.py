@@ -1,0 +1,47 @@
+"""The work for one conversation: what a body of the chat API asks of the engine, and the format of its answers."""
+
+from dataclasses import dataclass
+
+from jaxserve.engine.client import EngineClient
+from jaxserve.engine.limits import cap_max_tokens, check_params
+from jaxserve.parsing.parser import AnswerFormat
+from jaxserve.server.errors import rename_error_fields
+from jaxserve.server.generation import Job
+from jaxserve.server.prompts import render, tokens_prompts
+from jaxserve.server.schemas.chat import ChatBody
+from jaxserve.server.schemas.common import answer_tokens, prompt_tokens_to_keep
+from jaxserve.server.state import ServerState
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation that the engine can answer. `form`: the format of its answers."""
+
+    client: EngineClient
+    job: Job
+    form: AnswerFormat
+
+
+async def conversation_job(state: ServerState, body: ChatBody, request_id: str) -> Conversation:
+    """Return the work for a conversation. Raise RequestError if a field of the body or the prompt breaks a limit."""
+    client = state.client()
+    body.check()
+    keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, client.info.max_model_len - max(body.token_limit or 1, 1))
+    with rename_error_fields({"prompt": "messages"}):
+        text = await render(client, body)
+        (prompt,) = await tokens_prompts(client, [text], add_special_tokens=body.add_special_tokens, keep=keep)
+    formats = state.formats()
+    form = formats.answer_format(body, text)
+    length = len(prompt.token_ids)
+    limit = answer_tokens(body.token_limit, client.info.max_model_len - length, clamp=state.settings.clamp_max_tokens)
+    with rename_error_fields(body.client_names):
+        params = body.sampling_params(
+            client.info.default_sampling,
+            max_tokens=cap_max_tokens(client.info, limit, length),
+            logprobs=body.num_logprobs,
+            structured=formats.structured(form, body.structured()),
+            reasoning=formats.reasoning_section(form, body.thinking_token_budget),
+            skip_special_tokens=False if formats.shows_special_tokens(form) else body.skip_special_tokens,
+        )
+        check_params(client.info, params, length)
+    return Conversation(client, Job(request_id, [prompt], [params], body.priority, body.cache_salt or ""), form)

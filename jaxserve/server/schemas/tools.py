@@ -1,0 +1,179 @@
+"""Tools in request bodies: their definitions, which of them the model may call, and calls in messages."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import FailFast
+
+from jaxserve.core.errors import RequestError, UnsupportedParameter
+from jaxserve.parsing.tools import Tool, ToolUse
+from jaxserve.server.schemas.body import Body, expecting
+
+MAX_TOOLS = 1024
+NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+MODES = ("none", "auto", "required")
+
+
+class ToolsBody(Body):
+    """The fields of OpenAI's API about tools."""
+
+    tools: Annotated[list[dict[str, Any]] | None, FailFast()] = None
+    tool_choice: Annotated[str | dict[str, Any] | None, expecting("a string or an object")] = None
+    parallel_tool_calls: bool = True
+
+    def tool_use(self) -> ToolUse | None:
+        """Return the tools that the answer may call and how, None if it may call none.
+
+        Raise RequestError if a definition is not valid or `tool_choice` does not fit the tools.
+        """
+        tools = tuple(self._tools())
+        choice = self.tool_choice or "auto"
+        if choice == "none" or (not tools and choice == "auto"):
+            return None
+        if not tools:
+            raise RequestError("tool_choice needs tools", field="tool_choice", value=choice)
+        chosen = _Choice.of(choice, {tool.name for tool in tools})
+        callable_tools = tuple(tool for tool in tools if chosen.names is None or tool.name in chosen.names)
+        limited = len(callable_tools) < len(tools)
+        return ToolUse(callable_tools, required=chosen.required, limited=limited, parallel=self.parallel_tool_calls)
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """Return the definitions for the chat template, None if the model shall not see any.
+
+        Raise RequestError if a definition is not valid.
+        """
+        if not self._tools() or self.tool_choice == "none":
+            return None
+        return [
+            {
+                "type": "function",
+                "function": {name: value for name, value in tool["function"].items() if name != "strict"},
+            }
+            for tool in self.tools or ()
+        ]
+
+    def _tools(self) -> Sequence[Tool]:
+        given = self.tools or []
+        if len(given) > MAX_TOOLS:
+            raise RequestError(
+                f"tools has {len(given)} entries, the limit is {MAX_TOOLS}",
+                field="tools",
+                value=len(given),
+                limit=MAX_TOOLS,
+            )
+        tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(given)]
+        seen: set[str] = set()
+        for index, tool in enumerate(tools):
+            if tool.name in seen:
+                field = f"tools.{index}.function.name"
+                raise RequestError(f"{field} is {tool.name!r}, as that of another tool", field=field, value=tool.name)
+            seen.add(tool.name)
+        return tools
+
+
+class _Choice:
+    """What `tool_choice` demands. `names`: the only tools that may be called, None for all."""
+
+    def __init__(self, required: bool, names: set[str] | None = None):
+        self.required, self.names = required, names
+
+    @classmethod
+    def of(cls, choice: str | Mapping[str, Any], known: set[str]) -> "_Choice":
+        match choice:
+            case "auto" | "required":
+                return cls(choice == "required")
+            case {"type": "function", "function": {"name": str() as name}}:
+                return cls(True, {_known(name, known, "tool_choice.function.name")})
+            case {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list() as allowed},
+            }:
+                field = "tool_choice.allowed_tools.tools"
+                names = {_known(_name_in(tool, field), known, field) for tool in allowed}
+                if not names:
+                    raise RequestError(f"{field} is empty", field=field)
+                return cls(mode == "required", names)
+        raise RequestError(
+            f"tool_choice must be one of {', '.join(MODES)}, a function or allowed_tools",
+            field="tool_choice",
+            value=choice,
+        )
+
+
+def _name_in(tool: Any, field: str) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str() as name}}:
+            return name
+    raise RequestError(f"{field} must hold functions by name", field=field, value=tool)
+
+
+def _known(name: str, known: set[str], field: str) -> str:
+    if name not in known:
+        raise RequestError(f"{field} is {name[:128]!r}, which is not among tools", field=field, value=name)
+    return name
+
+
+def _tool(given: Mapping[str, Any], place: str) -> Tool:
+    """Return the tool of a definition. Raise RequestError, naming the field, if it is not valid."""
+    kind = given.get("type", "function")
+    if kind != "function":
+        raise UnsupportedParameter(
+            f"{place}.type is {str(kind)[:40]!r}: only tools of type function are supported",
+            field=f"{place}.type",
+            value=kind,
+        )
+    function = given.get("function")
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{place}.function must be an object", field=f"{place}.function", value=function)
+    place = f"{place}.function"
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise RequestError(
+            f"{place}.name must have 1 to 128 letters, digits and characters of _.:/-",
+            field=f"{place}.name",
+            value=name,
+        )
+    if not isinstance(function.get("description", ""), str | None):
+        raise RequestError(f"{place}.description must be a string", field=f"{place}.description")
+    if not isinstance(parameters, Mapping | None):
+        raise RequestError(f"{place}.parameters must be a JSON schema", field=f"{place}.parameters", value=parameters)
+    strict = function.get("strict")
+    if not isinstance(strict, bool | None):
+        raise RequestError(f"{place}.strict must be true or false", field=f"{place}.strict", value=strict)
+    return Tool(name, parameters, bool(strict), f"{place}.parameters")
+
+
+def calls_for_template(calls: Sequence[Any], place: str) -> list[dict[str, Any]]:
+    """Return the calls of an assistant's message as chat templates expect them: arguments as an object.
+
+    Raise RequestError, naming the field, if a call is not valid.
+    """
+    return [_call(call, f"{place}.{index}") for index, call in enumerate(calls)]
+
+
+def _call(given: Any, place: str) -> dict[str, Any]:
+    match given:
+        case {"function": {"name": str() as name, **function}} if given.get("type", "function") == "function":
+            arguments = function.get("arguments")
+        case _:
+            raise RequestError(f"{place} must be the call of a function", field=place, value=given)
+    if isinstance(arguments, str):
+        arguments = _object_or_text(arguments)
+    elif arguments is None:
+        arguments = {}
+    elif not isinstance(arguments, Mapping):
+        field = f"{place}.function.arguments"
+        raise RequestError(f"{field} must be JSON in a string", field=field, value=arguments)
+    identity = {"id": given["id"]} if isinstance(given.get("id"), str) else {}
+    return {**identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _object_or_text(arguments: str) -> Any:
+    """Return the object that the text says, and the text itself if the model wrote something else."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
