@@ -120,7 +120,7 @@ def _tool(given: Mapping[str, Any], place: str) -> Tool:
     kind = given.get("type", "function")
     if kind != "function":
         raise UnsupportedParameter(
-            f"{place}.type is {str(kind)[:40]!r}: only tools of type function are supported",
+            f"{place}.type is {str(kind)[:40]!r}, which is not supported: it must be function",
             field=f"{place}.type",
             value=kind,
         )
