@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from jaxserve import LLM, GrammarTooComplex, RequestError, SamplingParams, StructuredOutput
+from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.structured.compiler import LLAnswer
 from tests.support.internals import core_of
 
@@ -162,3 +163,22 @@ def test_forced_tokens_are_computed_together_and_change_no_answer(overlap: bool,
     assert [each[:2] for each in together] == [each[:2] for each in alone]
     assert all(re.fullmatch(FIXED.text, text) for _, text, _ in together)
     assert all(steps < others for (*_, steps), (*_, others) in zip(together, alone, strict=True))
+
+
+def test_structure_begins_after_the_reasoning_and_its_budget(llm):
+    section = ReasoningSection("<think>", "</think>", begun=True, max_tokens=9)
+    params = replace(RANDOM, reasoning=section, n=2, stop=["\n\n\n"])
+    for text in texts(llm, PROMPTS[:3], params):
+        reasoning, end, answer = text.partition("</think>")
+        assert end
+        assert "</think>" not in reasoning
+        jsonschema.validate(json.loads(answer), SCHEMA)
+
+
+def test_budget_ends_the_reasoning_of_free_text(llm):
+    section = ReasoningSection("<think>", "</think>", begun=True, max_tokens=5)
+    params = SamplingParams(temperature=1, seed=3, max_tokens=20, ignore_eos=True, reasoning=section)
+    (output,) = llm.generate(["def f("], params, use_tqdm=False)
+    tokens = output.outputs[0].token_ids
+    assert llm.tokenizer.decode(tokens[:5]) + "</think>" == output.outputs[0].text.partition("</think>")[0] + "</think>"
+    assert len(tokens) == 20
