@@ -17,7 +17,7 @@ MAX_CHOICES = 10_000
 # A regular expression of the white space between the parts of JSON. Without a limit, models that do not know what comes
 # next write it for ever.
 JSON_WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
-KINDS = ("json", "json_object", "regex", "choice", "grammar")
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class StructuredOutput:
     regex: str | None = None  # a regular expression that the whole text matches, without look-around
     choice: Sequence[str] | None = None  # one of these texts
     grammar: str | None = None  # a context-free grammar in the format of Lark, or in GBNF
+    structural_tag: str | Mapping[str, Any] | None = None  # a tree of formats, as a mapping or as JSON text
     place: str = field(default="", kw_only=True, compare=False)  # the name for errors; "": that of the field
     # What `grammar` has been made of. An error in it names its own place.
     parts: "Sequence[StructuredOutput]" = field(default=(), kw_only=True, compare=False)
@@ -63,6 +64,8 @@ class StructuredOutput:
             raise RequestError(f"{self.name} must be a non-empty string", field=self.name, value=value)
         elif kind == "json" and not isinstance(value, str | Mapping | bool):
             raise RequestError(f"{self.name} must be a JSON schema", field=self.name, value=value)
+        elif kind == "structural_tag" and not isinstance(value, str | Mapping):
+            raise RequestError(f"{self.name} must be a structural tag", field=self.name, value=value)
         elif kind == "json_object" and value is not True:
             raise RequestError(f"{self.name} must be true or false", field=self.name, value=value)
 

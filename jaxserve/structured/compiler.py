@@ -14,6 +14,7 @@ from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.core.structured import JSON_WHITESPACE, Grammar, StructuredOutput
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.structured.reasoning import ReasonedGrammar
+from jaxserve.structured.structural_tag import structural_tag_grammar
 
 CACHED = 256  # compiled grammars, the least recently used ones are dropped
 # Work of llguidance: at most about 80 ms for compiling a grammar, and some 10 ms for one token, for which all other
@@ -48,7 +49,8 @@ class LLGrammarCompiler:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
-        matcher = LLMatcher(self._ll_tokenizer(), _source(structured), log_level=0, limits=self._limits)
+        source = _source(structured, self._tokenizer)
+        matcher = LLMatcher(self._ll_tokenizer(), source, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that is too complex for its first token is refused, too
         if matcher.is_error():
@@ -130,7 +132,7 @@ class _Vocabulary:
         return self._encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
 
 
-def _source(structured: StructuredOutput) -> str:
+def _source(structured: StructuredOutput, tokenizer: Tokenizer) -> str:
     """Return the grammar as llguidance takes it. Raise `RequestError` for text that is no JSON or no grammar."""
     kind, text = structured.kind, structured.text
     options = {"whitespace_pattern": JSON_WHITESPACE}
@@ -140,6 +142,8 @@ def _source(structured: StructuredOutput) -> str:
         if kind == "json":
             # What is always valid, as llguidance takes it; what never is, "false", it refuses.
             return LLMatcher.grammar_from_json_schema("{}" if text.strip() == "true" else text, defaults=options)
+        if kind == "structural_tag":
+            return structural_tag_grammar(json.loads(text), tokenizer.special_tokens)
         return grammar_from(kind, text)  # type: ignore[arg-type]
     except (ValueError, RecursionError) as error:
         raise _refusal(structured, str(error)) from error

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
-from jaxserve.core.structured import StructuredOutput
+from jaxserve.core.structured import KINDS, StructuredOutput
 from jaxserve.server.schemas.body import Body, expecting
 
 # The fields at the top level of a body, with the kinds of `StructuredOutput` that they are.
@@ -17,6 +17,7 @@ TOP_LEVEL = {
     "grammar": "grammar",
     "regex": "regex",
     "ebnf": "grammar",
+    "structural_tag": "structural_tag",
 }
 SCHEMA = expecting("a JSON schema: an object, or its text")
 
@@ -34,6 +35,7 @@ class StructuredBody(Body):
     grammar: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: Annotated[dict[str, Any] | str | None, expecting("an object, or its text")] = None
 
     def structured(self) -> StructuredOutput | None:
         """Return what the answer must be, None for free text.
@@ -76,9 +78,12 @@ def _of_response_format(given: Mapping[str, Any]) -> Iterator[StructuredOutput]:
             if schema is None
             else StructuredOutput(json=schema, place="response_format.schema")
         )
+    elif kind == "structural_tag":
+        yield StructuredOutput(structural_tag=asked, place=place)
+        return
     elif kind != "text":
         raise UnsupportedParameter(
-            f"response_format.type is {str(kind)[:40]!r}: it must be text, json_object or json_schema",
+            f"response_format.type is {str(kind)[:40]!r}: it must be text, json_object, json_schema or structural_tag",
             field="response_format.type",
             value=kind,
         )
@@ -93,7 +98,7 @@ def _of_structured_outputs(given: Mapping[str, Any]) -> StructuredOutput:
     """Return what vLLM's `structured_outputs` demands."""
     asked = {name: value for name, value in given.items() if value not in (None, False) or name == "json"}
     place = "structured_outputs"
-    unknown = sorted(asked.keys() - {"json", "json_object", "regex", "choice", "grammar"})
+    unknown = sorted(asked.keys() - set(KINDS))
     if unknown:
         name = f"{place}.{unknown[0][:40]}"
         raise UnsupportedParameter(f"{name} is not supported", field=name, value=asked[unknown[0]])

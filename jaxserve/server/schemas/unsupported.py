@@ -78,7 +78,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     # tools, and structured output under other names
     **_use("tool_choice", "function_call", neutral=("none", "auto")),
     **_because("tools are for /v1/chat/completions", "tool_choice", neutral=("none", "auto")),
-    **_unknown("structural_tag"),
     **_use("response_format", "format", "response_schema", neutral=("",)),
     # lengths and stops under other names
     **_use("max_tokens", "n_predict", "num_predict", "max_new_tokens", "max_length", "max_gen_len", neutral=()),
