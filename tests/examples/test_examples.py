@@ -1,10 +1,17 @@
 """The examples run from top to bottom as they stand."""
 
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from tests.server.process import server_process
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -19,3 +26,32 @@ def test_quickstart_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         output for cell in notebook.cells for output in cell.get("outputs", ()) if output.output_type == "stream"
     ]
     assert any("def read_lines(path):" in output.text for output in answers)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Serve the bundled model."""
+    with server_process("-m", "jaxserve", "serve", "--port", "0", "--max-num-seqs", "4") as server:
+        yield server.url
+
+
+def output_of(example: str, server: str) -> str:
+    environment = {**os.environ, "JAXSERVE_URL": server}
+    command = [sys.executable, str(EXAMPLES / example)]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300).stdout
+
+
+def test_openai_client_answers(server: str):
+    assert output_of("openai_client.py", server)
+
+
+def test_structured_extraction_returns_a_function_twice(server: str):
+    output = output_of("structured_extraction.py", server)
+    assert output.startswith("name=")
+    assert re.search(r" has \d parameters\n$", output)
+
+
+def test_agent_calls_its_tool_and_then_answers(server: str):
+    call, _, answer = output_of("agent_loop.py", server).partition("\n")
+    assert re.fullmatch(r'measure\(\{.*"width".*\}\) = \d+', call)
+    assert answer.strip()
