@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         QueueFull,
         RequestError,
     )
+    from jaxserve.core.reasoning import ReasoningSection
     from jaxserve.core.request import CompletionOutput, RequestOutput
     from jaxserve.core.sampling import SamplingParams
     from jaxserve.core.structured import StructuredOutput
@@ -44,6 +45,7 @@ __all__ = [
     "NonFiniteOutput",
     "PromptTooLong",
     "QueueFull",
+    "ReasoningSection",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
@@ -57,6 +59,7 @@ _HOMES = {
     "EngineConfig": "jaxserve.core.config",
     "SamplingParams": "jaxserve.core.sampling",
     "StructuredOutput": "jaxserve.core.structured",
+    "ReasoningSection": "jaxserve.core.reasoning",
     "CompletionOutput": "jaxserve.core.request",
     "RequestOutput": "jaxserve.core.request",
 }

@@ -73,8 +73,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate answers for one or many conversations, and return their outputs in order.
 
-        `template`: further variables of the model's chat template, e.g. enable_thinking. Raise the errors of
-        `generate`.
+        `template`: further variables of the model's chat template, e.g. enable_thinking, and `tools` that the model may
+        call, in OpenAI's form. Raise the errors of `generate`.
         """
         if isinstance(messages, str) or not isinstance(messages, Sequence):
             raise RequestError(

@@ -12,7 +12,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxserve.core.errors import CheckpointError, RequestError
-from jaxserve.engine.tool_messages import tools_as_text
+from jaxserve.engine.tool_messages import tools_as_text, with_argument_objects
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
@@ -102,10 +102,14 @@ class ChatTemplate:
                     field="messages",
                     value=message,
                 )
-        messages = [self._with_known_role(_in_text(message)) for message in messages]
-        if not self.knows_tools:
-            messages = tools_as_text(messages, tools)
-        elif tools:
+        try:
+            messages = [self._with_known_role(with_argument_objects(_in_text(message))) for message in messages]
+            if not self.knows_tools:
+                messages = tools_as_text(messages, tools)
+        except (KeyError, TypeError) as error:
+            reason = "tool_calls must be a list of calls with function.name and function.arguments"
+            raise RequestError(reason, field="messages") from error
+        if tools and self.knows_tools:
             variables["tools"] = tools
         self._check_roles(tuple(str(message.get("role")) for message in messages))
         if continue_final_message:

@@ -13,6 +13,7 @@ from jaxserve.engine.chat_template import PLAIN, ChatTemplate, Message
 from jaxserve.engine.detokenizer import ByteDetokenizer, StreamDetokenizer, byte_table
 from jaxserve.engine.tokenizer_files import TokenizerFiles, choose_template, vocabulary_file
 
+TOOL_USE = "tool_use"  # the name of the template that some models have for conversations with tools
 PROBE = "a"  # a text that is encoded to find the special tokens around it
 
 
@@ -29,11 +30,12 @@ class Tokenizer:
         add_eos: bool | None = None,
         chat_template: str | None = None,
         builtin_template: str | None = None,
+        tool_template: str | None = None,
     ):
         """`add_bos`, `add_eos`: whether `encode` puts these tokens around a text; None: as tokenizer.json says.
 
-        `builtin_template`: the name of `chat_template` if it is a built-in template. Raise `CheckpointError` if the
-        chat template is invalid.
+        `builtin_template`: the name of `chat_template` if it is a built-in template. `tool_template`: the chat template
+        of conversations with tools, if it is another one. Raise `CheckpointError` if a chat template is invalid.
         """
         self._options: dict[str, Any] = {
             "special_tokens": special_tokens,
@@ -42,6 +44,7 @@ class Tokenizer:
             "add_eos": add_eos,
             "chat_template": chat_template,
             "builtin_template": builtin_template,
+            "tool_template": tool_template,
         }
         special = dict(special_tokens or {})
         tokenizer.no_truncation()
@@ -62,6 +65,7 @@ class Tokenizer:
         if not self.has_chat_template and not self._bos.wanted:
             special.pop("bos_token", None)
         self._chat_template = ChatTemplate(chat_template or PLAIN, special)
+        self._tool_template = self._chat_template if tool_template is None else ChatTemplate(tool_template, special)
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
 
     @classmethod
@@ -84,6 +88,7 @@ class Tokenizer:
                 add_eos=files.add_eos,
                 chat_template=template,
                 builtin_template=builtin,
+                tool_template=files.chat_templates.get(TOOL_USE) if chat_template is None else None,
             )
         except CheckpointError as error:  # the template is invalid
             raise CheckpointError(f"{path if given is None else given}: {error}") from error
@@ -136,17 +141,18 @@ class Tokenizer:
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """Return the prompt of a conversation as `ChatTemplate.render`. Encode it without special tokens."""
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        template = self._tool_template if variables.get("tools") else self._chat_template
+        return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     @property
     def template_source(self) -> str:
-        """The text of the chat template."""
-        return self._chat_template.source
+        """The text of the chat template for conversations with tools."""
+        return self._tool_template.source
 
     @property
     def template_knows_tools(self) -> bool:
         """True if the chat template itself writes the definitions of tools."""
-        return self._chat_template.knows_tools
+        return self._tool_template.knows_tools
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:

@@ -1,6 +1,7 @@
-"""Tools in the text of messages, for chat templates that know nothing of tools.
+"""Tools in messages: calls as chat templates expect them, and tools as text for templates that know nothing of them.
 
-The format is Hermes': definitions in the system message, calls as JSON in <tool_call> tags, results in <tool_response>.
+The format of the text is Hermes': definitions in the system message, calls as JSON in <tool_call> tags, and results in
+<tool_response> tags.
 """
 
 import json
@@ -16,6 +17,27 @@ To call a function, answer with its name and its arguments in these tags, once f
 <tool_call>
 {{"name": "the function's name", "arguments": {{"an argument's name": "its value"}}}}
 </tool_call>"""
+
+
+def with_argument_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message in which the arguments of calls are objects, as templates expect, and not JSON text.
+
+    Arguments that are not the text of an object stay as they are: models may have written anything.
+    """
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_with_argument_object(call) for call in calls]} if calls else message
+
+
+def _with_argument_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else call
 
 
 def tools_as_text(

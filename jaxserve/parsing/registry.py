@@ -22,7 +22,7 @@ REASONING_PARSERS: Mapping[str, ReasoningFormat] = {
 }
 
 
-def tool_format(name: str, template: str) -> ToolFormat | None:
+def tool_format(name: str, template: str = "") -> ToolFormat | None:
     """Return the format `name`, or for "auto" that of a chat template; None if it shows none, and for "none".
 
     Raise ConfigError for an unknown name.
@@ -32,7 +32,7 @@ def tool_format(name: str, template: str) -> ToolFormat | None:
     return _named(name, TOOL_PARSERS, "tool parser", "--tool-parser")
 
 
-def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
+def reasoning_format(name: str, template: str = "") -> ReasoningFormat | None:
     """Return the format `name`, or for "auto" that of a chat template; None if it shows none, and for "none".
 
     Raise ConfigError for an unknown name.

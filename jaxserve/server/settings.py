@@ -85,7 +85,12 @@ class ServerSettings:
         bool, Option("Limits", "Lower max_tokens if it does not fit after the prompt, instead of refusing the request.")
     ] = False
     tool_parser: Annotated[
-        str, Option("Model", "Format of tool calls; auto: as the chat template shows; none: refuse tools.")
+        str,
+        Option(
+            "Model",
+            "Format of tool calls; auto: as the chat template shows; none: refuse tools.",
+            flags=("--tool-parser", "--tool-call-parser"),
+        ),
     ] = AUTO
     reasoning_parser: Annotated[
         str, Option("Model", "Format of reasoning; auto: as the chat template shows; none: leave it in the text.")

@@ -118,6 +118,7 @@ FOREIGN_OPTIONS = {
     "--uvicorn-log-level",
     "--disable-log-requests",
     "--trust-remote-code",
+    "--enable-auto-tool-choice",
     "--local-dir",
     "--inplace",
 }

@@ -593,3 +593,28 @@ def test_broken_template_is_a_checkpoint_error(folder):
 def test_message_that_is_not_an_object_is_a_request_error(folder, messages):
     with pytest.raises(RequestError, match="it must be an object with role and content"):
         Tokenizer.load(folder).apply_chat_template(messages)
+
+
+def test_conversation_with_tools_uses_the_template_for_tools(folder):
+    named = [
+        {"name": "default", "template": "plain {{ messages[0].content }}"},
+        {"name": "tool_use", "template": "{{ tools | length }} tools {{ messages[0].content }}"},
+    ]
+    write(folder, "tokenizer_config.json", {"chat_template": named})
+    tokenizer = Tokenizer.load(folder)
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(messages) == "plain hi"
+    assert tokenizer.apply_chat_template(messages, tools=[{}]) == "1 tools hi"
+    chosen = Tokenizer.load(folder, chat_template="default")
+    assert chosen.apply_chat_template(messages, tools=[{}]).startswith("plain")
+
+
+def test_arguments_of_calls_reach_the_template_as_objects():
+    calls = "{% for call in m.tool_calls or [] %}{{ call.function.arguments.a }}{% endfor %}"
+    source = "{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}{{ tools }}"
+    template = ChatTemplate(source)
+    call = {"function": {"name": "f", "arguments": '{"a": 5}'}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert template.render(messages) == "hi5None"
+    with pytest.raises(RequestError, match="tool_calls"):
+        template.render([{"role": "assistant", "content": "", "tool_calls": [5]}])

@@ -9,7 +9,7 @@ from jaxserve.engine.chat_template import text_of
 from jaxserve.server.errors import rename_error_fields
 from jaxserve.server.schemas.body import Body, expecting
 from jaxserve.server.schemas.common import SamplingBody
-from jaxserve.server.schemas.tools import ToolsBody, calls_for_template
+from jaxserve.server.schemas.tools import ToolsBody, checked_calls
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_MESSAGES, check_unsupported
 
 RESERVED_VARIABLES = frozenset(
@@ -40,7 +40,7 @@ class ChatMessage(Body):
         given = {
             "name": self.name,
             "reasoning_content": self.reasoning_content or self.reasoning,
-            "tool_calls": calls_for_template(self.tool_calls or (), f"{place}.tool_calls") or None,
+            "tool_calls": checked_calls(self.tool_calls or (), f"{place}.tool_calls") or None,
             "tool_call_id": self.tool_call_id,
         }
         return {"role": self.role, "content": self._text(place)} | {k: v for k, v in given.items() if v is not None}

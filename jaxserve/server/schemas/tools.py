@@ -1,6 +1,5 @@
 """Tools in request bodies: their definitions, which of them the model may call, and calls in messages."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -145,10 +144,10 @@ def _tool(given: Mapping[str, Any], place: str) -> Tool:
     return Tool(name, parameters, bool(strict), f"{place}.parameters")
 
 
-def calls_for_template(calls: Sequence[Any], place: str) -> list[dict[str, Any]]:
-    """Return the calls of an assistant's message as chat templates expect them: arguments as an object.
+def checked_calls(calls: Sequence[Any], place: str) -> list[dict[str, Any]]:
+    """Return the calls of an assistant's message for the chat template.
 
-    Raise RequestError, naming the field, if a call is not valid.
+    Raise RequestError, naming the field, if one is not valid.
     """
     return [_call(call, f"{place}.{index}") for index, call in enumerate(calls)]
 
@@ -159,21 +158,8 @@ def _call(given: Any, place: str) -> dict[str, Any]:
             arguments = function.get("arguments")
         case _:
             raise RequestError(f"{place} must be the call of a function", field=place, value=given)
-    if isinstance(arguments, str):
-        arguments = _object_or_text(arguments)
-    elif arguments is None:
-        arguments = {}
-    elif not isinstance(arguments, Mapping):
+    if not isinstance(arguments, str | Mapping | None):
         field = f"{place}.function.arguments"
         raise RequestError(f"{field} must be JSON in a string", field=field, value=arguments)
     identity = {"id": given["id"]} if isinstance(given.get("id"), str) else {}
-    return {**identity, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _object_or_text(arguments: str) -> Any:
-    """Return the object that the text says, and the text itself if the model wrote something else."""
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+    return {**identity, "type": "function", "function": {"name": name, "arguments": arguments or {}}}
