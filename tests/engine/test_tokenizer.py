@@ -597,7 +597,7 @@ def test_message_that_is_not_an_object_is_a_request_error(folder, messages):
 
 def test_conversation_with_tools_uses_the_template_for_tools(folder):
     named = [
-        {"name": "default", "template": "plain {{ messages[0].content }}"},
+        {"name": "default", "template": "plain{% for m in messages %} {{ m.content }}{% endfor %}"},
         {"name": "tool_use", "template": "{{ tools | length }} tools {{ messages[0].content }}"},
     ]
     write(folder, "tokenizer_config.json", {"chat_template": named})
