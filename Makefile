@@ -9,12 +9,13 @@ ARGS ?=
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.jaxserve
 DEV := $(VENV)/.jaxserve-dev
+CLIENTS := $(VENV)-clients/.jaxserve
 NATIVE := $(VENV)/.jaxserve-native
 CUDA_PLUGIN := $(VENV)/cuda-plugin
 SOURCES := jaxserve tests bench examples scripts setup.py $(wildcard pallas_kernels checkpoints)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test check check-gpu-compile format bench bench-peers clean
+.PHONY: help serve demo test test-clients check check-gpu-compile format bench bench-peers clean
 # All targets share one environment.
 .NOTPARALLEL:
 
@@ -31,6 +32,9 @@ demo: $(RUNTIME) $(NATIVE) ## watch precision and KV cache follow a burst: write
 # A process with a hanging test is ended, and replaced once.
 test: $(DEV) $(NATIVE) ## run the tests (ARGS="-k name ...", WORKERS=0 for one process)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 1 $(ARGS)
+
+test-clients: $(CLIENTS) ## run the tests with other people's client libraries (ARGS="-k name ...")
+	$(VENV)-clients/bin/python -m pytest tests/clients $(ARGS)
 
 check: $(DEV) ## lint, format, types of the JAX-free packages, import rules, generated files
 	$(BIN)/ruff check $(SOURCES)
@@ -56,11 +60,15 @@ bench-peers: $(RUNTIME) $(NATIVE) ## compare the speed with other engines (ARGS=
 	$(BIN)/python -m bench.peers $(ARGS)
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) bench/out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-clients bench/out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find jaxserve pallas_kernels tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUNTIME): pyproject.toml setup.py scripts/make-venv
 	@scripts/make-venv "$(VENV)" "." "$(PYTHON)"
+	@touch $@
+
+$(CLIENTS): pyproject.toml setup.py scripts/make-venv
+	@scripts/make-venv "$(VENV)-clients" ".[clients]" "$(PYTHON)"
 	@touch $@
 
 $(DEV): pyproject.toml setup.py scripts/make-venv

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.limits import cap_max_tokens, check_params
-from jaxserve.parsing.parser import AnswerFormat
+from jaxserve.parsing import AnswerFormat
 from jaxserve.server.errors import rename_error_fields
 from jaxserve.server.generation import Job
+from jaxserve.server.offload import off_loop
 from jaxserve.server.prompts import render, tokens_prompts
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.common import answer_tokens, prompt_tokens_to_keep
@@ -14,15 +16,15 @@ from jaxserve.server.state import ServerState
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """A conversation that the engine can answer. `form`: the format of its answers."""
+class ConversationJob:
+    """The work for a conversation. `form`: the format of its answers."""
 
     client: EngineClient
     job: Job
     form: AnswerFormat
 
 
-async def conversation_job(state: ServerState, body: ChatBody, request_id: str) -> Conversation:
+async def conversation_job(state: ServerState, body: ChatBody, request_id: str) -> ConversationJob:
     """Return the work for a conversation. Raise RequestError if a field of the body or the prompt breaks a limit."""
     client = state.client()
     body.check()
@@ -30,18 +32,25 @@ async def conversation_job(state: ServerState, body: ChatBody, request_id: str) 
     with rename_error_fields({"prompt": "messages"}):
         text = await render(client, body)
         (prompt,) = await tokens_prompts(client, [text], add_special_tokens=body.add_special_tokens, keep=keep)
-    formats = state.formats()
-    form = formats.answer_format(body, text)
-    length = len(prompt.token_ids)
-    limit = answer_tokens(body.token_limit, client.info.max_model_len - length, clamp=state.settings.clamp_max_tokens)
+    given = state, body, text, len(prompt.token_ids)
+    # Schemas may be large.
+    form, params = await off_loop(_params, *given) if body.tools or body.has_structure else _params(*given)
+    return ConversationJob(client, Job(request_id, [prompt], [params], body.priority, body.cache_salt or ""), form)
+
+
+def _params(state: ServerState, body: ChatBody, prompt: str, length: int) -> tuple[AnswerFormat, SamplingParams]:
+    """Return the format of answers to a prompt of `length` tokens, and the parameters for the engine."""
+    info, formats = state.client().info, state.formats()
+    form = formats.answer_format(body, prompt)
+    limit = answer_tokens(body.token_limit, info.max_model_len - length, clamp=state.settings.clamp_max_tokens)
     with rename_error_fields(body.client_names):
         params = body.sampling_params(
-            client.info.default_sampling,
-            max_tokens=cap_max_tokens(client.info, limit, length),
+            info.default_sampling,
+            max_tokens=cap_max_tokens(info, limit, length),
             logprobs=body.num_logprobs,
             structured=formats.structured(form, body.structured()),
             reasoning=formats.reasoning_section(form, body.thinking_token_budget),
             skip_special_tokens=False if formats.shows_special_tokens(form) else body.skip_special_tokens,
         )
-        check_params(client.info, params, length)
-    return Conversation(client, Job(request_id, [prompt], [params], body.priority, body.cache_salt or ""), form)
+        check_params(info, params, length)
+    return form, params

@@ -86,9 +86,15 @@ async def tokens_prompts(
 
 async def render(client: EngineClient, body: Conversation) -> str:
     """Return the text of a conversation. Raise RequestError if the template or the model cannot take a message."""
-    contents = [message.content or "" for message in body.messages[:MAX_INLINE_MESSAGES]]
-    size = MAX_INLINE_SIZE + 1 if len(body.messages) > MAX_INLINE_MESSAGES else sum(map(_content_size, contents))
-    return await off_loop_if_large(size, _apply_template, client, body)
+    return await off_loop_if_large(_size(body), _apply_template, client, body)
+
+
+def _size(body: Conversation) -> int:
+    """Return roughly the characters of a conversation. Many messages count as large, and so do tools and calls."""
+    few = len(body.messages) <= MAX_INLINE_MESSAGES and not body.tools
+    if not few or any(message.tool_calls for message in body.messages):
+        return MAX_INLINE_SIZE + 1
+    return sum(_content_size(message.content or "") for message in body.messages)
 
 
 def _apply_template(client: EngineClient, body: Conversation) -> str:

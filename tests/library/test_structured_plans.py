@@ -49,7 +49,13 @@ async def answer(engine: AsyncEngine, seed: int) -> str:
 def test_structured_answers_follow_their_schema_while_layers_and_pages_change():
     async def scenario() -> tuple[list[str], list[str]]:
         config = EngineConfig(
-            policy="manual", variants=("int4",), max_num_seqs=4, max_model_len=512, kv_pages=40, max_kv_pages=60, memory_gb=4
+            policy="manual",
+            variants=("int4",),
+            max_num_seqs=4,
+            max_model_len=512,
+            kv_pages=40,
+            max_kv_pages=60,
+            memory_gb=4,
         )
         engine = build_async_engine(config)
         control = engine.control

@@ -97,7 +97,7 @@ def test_value_that_only_looks_neutral_is_refused(http, field, value):
         ({"type": "text", "schema": {"type": "object"}}, "response_format.schema"),
         ({"json_schema": {"name": "a"}}, "response_format.json_schema"),
         ({"type": 5}, "response_format.type"),
-        ({"type": "structural_tag"}, "response_format.type"),
+        ({"type": "poem"}, "response_format.type"),
     ],
     ids=str,
 )

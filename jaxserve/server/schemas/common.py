@@ -62,7 +62,8 @@ class SamplingBody(StructuredBody):
         """Return the engine's parameters: `defaults` of the model, overridden by the body, overridden by `override`."""
         asked = {name: getattr(self, name) for name in SAMPLING_FIELDS & self.__class__.model_fields.keys()}
         asked["logit_bias"] = _int_keys(self.logit_bias)
-        asked["structured"] = self.structured()
+        if "structured" not in override:
+            asked["structured"] = self.structured()
         given = {name: value for name, value in (asked | override).items() if value is not None}
         return SamplingParams(**{**defaults, "max_tokens": None, **given})
 

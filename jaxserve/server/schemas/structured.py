@@ -37,6 +37,11 @@ class StructuredBody(Body):
     ebnf: str | None = None
     structural_tag: Annotated[dict[str, Any] | str | None, expecting("an object, or its text")] = None
 
+    @property
+    def has_structure(self) -> bool:
+        """True if a field demands a structure."""
+        return any(getattr(self, name) for name in ("response_format", "structured_outputs", *TOP_LEVEL))
+
     def structured(self) -> StructuredOutput | None:
         """Return what the answer must be, None for free text.
 
