@@ -1,4 +1,4 @@
-"""A server with scripted answers for client libraries. `make test-clients` installs these; other runs leave the tests out."""
+"""A server with scripted answers for client libraries, which only `make test-clients` installs."""
 
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack
