@@ -83,6 +83,13 @@ class ServerSettings:
     clamp_max_tokens: Annotated[
         bool, Option("Limits", "Lower max_tokens if it does not fit after the prompt, instead of refusing the request.")
     ] = False
+    ignore_unknown_fields: Annotated[
+        bool,
+        Option(
+            "HTTP server",
+            "Ignore fields of requests that the server does not know, instead of refusing the request.",
+        ),
+    ] = False
     shutdown_timeout: Annotated[
         float, Option("HTTP server", "Seconds that running requests get to finish after SIGTERM.", minimum=0)
     ] = 30.0

@@ -1,9 +1,13 @@
-"""Fields that would change the answer are supported or refused by name. Other fields are ignored."""
+"""Fields that would change the answer are supported or refused by name. Only harmless ones are ignored."""
 
 import httpx
 import pytest
 
-from jaxserve.server.schemas.unsupported import UNSUPPORTED, UNSUPPORTED_IN_MESSAGES, UNSUPPORTED_IN_PROMPTS
+from jaxserve.server.schemas.chat import ChatBody
+from jaxserve.server.schemas.completions import CompletionBody
+from jaxserve.server.schemas.harmless import HARMLESS, HARMLESS_IN_MESSAGES, HARMLESS_IN_PARTS
+from jaxserve.server.schemas.other import TokenizeBody
+from jaxserve.server.schemas.unsupported import UNSUPPORTED, UNSUPPORTED_IN_MESSAGES, UNSUPPORTED_IN_TOKENIZE
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
 from tests.server.serving import serving
@@ -12,11 +16,7 @@ CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": "hi"}, EMBEDDINGS: {"input": "hi"}}
 GENERATE = (CHAT, COMPLETIONS)
-OWN_FIELDS = {  # by endpoint; bodies of other endpoints lack them
-    CHAT: {"top_logprobs", "max_completion_tokens", "enable_thinking", "chat_template_kwargs", "continue_final_message"}
-    | {"add_generation_prompt"},
-    COMPLETIONS: {"echo", "suffix", "best_of"},
-}
+FIELDS = {CHAT: ChatBody.model_fields.keys(), COMPLETIONS: CompletionBody.model_fields.keys()}
 TRUNCATED = "truncate_prompt_tokens"
 
 
@@ -27,8 +27,7 @@ def refusal(response):
 
 @pytest.mark.parametrize("path", GENERATE)
 def test_every_unsupported_field_is_refused_by_name(http, path):
-    served = OWN_FIELDS[path] | {"return_token_ids", "return_tokens_as_token_ids", TRUNCATED}
-    for name in UNSUPPORTED.keys() - served:
+    for name in UNSUPPORTED.keys() - FIELDS[path]:
         error = refusal(http.post(path, json=BODIES[path] | {name: {"a": 5}}))
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")
         assert error["message"].startswith(f"{name} is not supported")
@@ -36,10 +35,8 @@ def test_every_unsupported_field_is_refused_by_name(http, path):
 
 @pytest.mark.parametrize("path", GENERATE)
 def test_neutral_values_of_unsupported_fields_are_accepted(http, path):
-    neutral = {name: field.neutral[0] for name, field in UNSUPPORTED.items() if field.neutral}
-    neutral |= {name: None for name, field in UNSUPPORTED.items() if not field.neutral}
-    for name in OWN_FIELDS[path] | {TRUNCATED, "return_token_ids", "return_tokens_as_token_ids"}:
-        del neutral[name]
+    refused = {name: field for name, field in UNSUPPORTED.items() if name not in FIELDS[path]}
+    neutral = {name: field.neutral[0] if field.neutral else None for name, field in refused.items()}
     assert http.post(path, json=BODIES[path] | neutral).status_code == 200
 
 
@@ -51,7 +48,7 @@ def test_neutral_values_of_unsupported_fields_are_accepted(http, path):
         ("min_new_tokens", 5, "min_tokens"),
         ("stop_sequences", ["a"], "stop"),
         ("repeat_penalty", 1.1, "repetition_penalty"),
-        ("allowed_token_ids", [5], "logit_bias"),
+        ("suppress_tokens", [5], "logit_bias"),
         ("do_sample", False, "temperature 0"),
         ("options", {"temperature": 0}, "top level"),
         ("extra_body", {"top_k": 1}, "top level"),
@@ -117,7 +114,7 @@ def test_unsupported_message_field_is_refused(http, name):
     assert refusal(http.post(CHAT, json={"messages": messages}))["param"] == f"messages.1.{name}"
 
 
-def test_empty_and_unknown_message_fields_are_accepted(http):
+def test_empty_and_harmless_message_fields_are_accepted(http):
     empty = {name: [] for name in UNSUPPORTED_IN_MESSAGES} | {"annotations": [], "cache_control": {"type": "ephemeral"}}
     messages = [*MESSAGES, {"role": "assistant", "content": "a", **empty}, *MESSAGES]
     assert http.post(CHAT, json={"messages": messages}).status_code == 200
@@ -126,8 +123,118 @@ def test_empty_and_unknown_message_fields_are_accepted(http):
 def test_tokenize_refuses_only_fields_that_change_the_tokens(http):
     body = {"messages": MESSAGES, "max_completion_tokens": 5, "top_logprobs": 2, "grammar": "a", "temperature": 0}
     assert http.post("/tokenize", json=body).status_code == 200
-    for name in UNSUPPORTED_IN_PROMPTS.keys() - OWN_FIELDS[CHAT]:
+    for name in UNSUPPORTED_IN_TOKENIZE.keys() - TokenizeBody.model_fields.keys():
         assert refusal(http.post("/tokenize", json={"messages": MESSAGES, name: [5]}))["param"] == name
+
+
+@pytest.mark.parametrize("body", [{"tokens": [1], "token_ids": [1]}, {"tokens": [1], "skip_special_tokens": True}])
+def test_detokenize_refuses_fields_that_change_the_text(http, body):
+    assert refusal(http.post("/detokenize", json=body))["param"] == list(body)[1]
+
+
+# harmless and unknown fields
+
+ALL_BODIES = BODIES | {"/tokenize": {"prompt": "hi"}, "/detokenize": {"tokens": [1]}}
+
+
+@pytest.mark.parametrize("path", ALL_BODIES)
+def test_harmless_fields_are_accepted_whatever_their_value(http, path):
+    harmless = {name: {"a": [5]} for name in HARMLESS - {"user"}}
+    assert http.post(path, json=ALL_BODIES[path] | harmless).status_code == 200
+
+
+@pytest.mark.parametrize("path", ALL_BODIES)
+def test_unknown_field_is_refused_by_name(http, path):
+    error = refusal(http.post(path, json=ALL_BODIES[path] | {"made_up": [5]}))
+    assert (error["param"], error["code"]) == ("made_up", "unsupported_parameter")
+    assert error["message"] == "made_up is not a known field"
+    assert http.post(path, json=ALL_BODIES[path] | {"made_up": None}).status_code == 200
+
+
+def test_harmless_fields_of_nested_objects_are_accepted(http):
+    part = {"type": "text", "text": "hi"} | {name: {"type": "ephemeral"} for name in HARMLESS_IN_PARTS}
+    message = {"role": "user", "content": [part]} | dict.fromkeys(HARMLESS_IN_MESSAGES, "a")
+    options = {"include_usage": True, "include_obfuscation": False}
+    assert http.post(CHAT, json={"messages": [message], "stream": True, "stream_options": options}).status_code == 200
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
+        ({"messages": [*MESSAGES, {"role": "user", "content": "a", "made_up": 1}]}, "messages.1.made_up"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "made_up": 1}]}]},
+            "messages.0.content.0.made_up",
+        ),
+        ({"response_format": SCHEMA | {"made_up": 1}}, "response_format.made_up"),
+        (
+            {"response_format": {**SCHEMA, "json_schema": {"schema": {}, "made_up": 1}}},
+            "response_format.json_schema.made_up",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unknown_field_of_a_nested_object_is_refused_with_its_place(http, fields, param):
+    error = refusal(http.post(CHAT, json=BODIES[CHAT] | fields))
+    assert (error["param"], error["code"]) == (param, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "meant"),
+    [
+        (CHAT, "temprature", "temperature"),
+        (CHAT, "max_completions_tokens", "max_completion_tokens"),
+        (COMPLETIONS, "logprob", "logprobs"),
+        (EMBEDDINGS, "dimension", "dimensions"),
+        ("/tokenize", "return_token_str", "return_token_strs"),
+    ],
+)
+def test_refusal_of_a_misspelt_field_names_the_nearest_one(http, path, name, meant):
+    message = refusal(http.post(path, json=ALL_BODIES[path] | {name: 1}))["message"]
+    assert message == f"{name} is not a known field: did you mean {meant}?"
+
+
+def test_long_name_of_an_unknown_field_is_cut(http):
+    error = refusal(http.post(COMPLETIONS, json={"prompt": "a", "x" * 1_000_000: 1}))
+    assert len(error["message"]) < 100
+    assert len(error["param"]) == 200
+
+
+@pytest.fixture(scope="module")
+def lenient(fake):
+    with (
+        serving(FakeClient(), ServerSettings(ignore_unknown_fields=True)) as address,
+        httpx.Client(base_url=address.url, timeout=30) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("path", ALL_BODIES)
+def test_ignore_unknown_fields_ignores_names_on_neither_list(lenient, path, caplog):
+    fields = {f"made_up_{i}": "a secret" for i in range(100)}
+    with caplog.at_level("INFO", logger="jaxserve"):
+        assert lenient.post(path, json=ALL_BODIES[path] | fields).status_code == 200
+    assert "ignored 100 unknown fields: 'made_up_0'" in caplog.text
+    assert "a secret" not in caplog.text
+    assert len(caplog.text) < 1000
+
+
+def test_ignore_unknown_fields_ignores_them_in_nested_objects(lenient):
+    message = {"role": "user", "content": [{"type": "text", "text": "a", "made_up": 1}], "made_up": 1}
+    body = {"messages": [message], "stream": True, "stream_options": {"made_up": 1}}
+    assert lenient.post(CHAT, json=body).status_code == 200
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_ignore_unknown_fields_never_ignores_a_field_that_would_change_the_answer(lenient, path):
+    assert refusal(lenient.post(path, json=BODIES[path] | {"mirostat": 2}))["param"] == "mirostat"
+    assert (
+        refusal(lenient.post(CHAT, json={"messages": [MESSAGES[0] | {"prefix": True}]}))["param"] == "messages.0.prefix"
+    )
 
 
 # supported fields

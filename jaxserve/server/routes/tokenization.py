@@ -32,6 +32,7 @@ async def detokenize(body: DetokenizeBody, state: State) -> Response:
     """Return the text of token ids."""
     client = state.client()
     state.check_model(body.model)
+    body.check()
     return await off_loop_if_large(len(body.tokens), _text_answer, client, body.tokens)
 
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from jaxserve.core.errors import RequestError
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.server.schemas.body import Body, expecting
+from jaxserve.server.schemas.harmless import HARMLESS_IN_STREAM_OPTIONS
 from jaxserve.server.schemas.structured import StructuredBody
 
 PRIORITY_BOUND = 2**31
@@ -25,6 +26,10 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+    def check(self) -> None:
+        """Raise UnsupportedParameter if there is an option that no stream has."""
+        self.check_extra({}, HARMLESS_IN_STREAM_OPTIONS, "stream_options.")
 
 
 class SamplingBody(StructuredBody):
@@ -74,8 +79,10 @@ class SamplingBody(StructuredBody):
     def check_stream(self) -> None:
         """Raise RequestError if an unsupported field or a combination with `stream` is given."""
         self.check_extra()
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options needs stream to be true", field="stream_options")
+        if self.stream_options is not None:
+            self.stream_options.check()
+            if not self.stream:
+                raise RequestError("stream_options needs stream to be true", field="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs cannot be streamed", field="prompt_logprobs")
 
