@@ -61,6 +61,8 @@ class ChatResponse(GenerationResponse[ChatBody]):
         chunk = self._chunk(index, {"role": "assistant", "content": ""})
         if not self._started and self.body.return_token_ids:  # once per stream
             chunk["prompt_token_ids"] = self.job.prompts[prompt].token_ids
+        if not self._started and self.body.prompt_logprobs is not None:
+            chunk["prompt_logprobs"] = format_prompt_logprobs(self._prompt_logprobs[prompt], self.client.tokenizer)
         return chunk
 
     def _chunk(self, index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
