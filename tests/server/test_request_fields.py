@@ -3,6 +3,7 @@
 import httpx
 import pytest
 
+from jaxserve.server.body import MAX_ITEMS
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.completions import CompletionBody
 from jaxserve.server.schemas.harmless import HARMLESS, HARMLESS_IN_MESSAGES, HARMLESS_IN_PARTS
@@ -319,6 +320,14 @@ def test_max_tokens_is_clamped_only_with_clamp_max_tokens(http):
             assert clamping.post(path, json=body | {"max_tokens": 3}).status_code == 200
             assert client.seen[-1][1].max_tokens == 3
             assert refusal(clamping.post(path, json=body | {"max_tokens": 0}))["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_allowed_token_ids_may_be_as_many_as_the_vocabulary_has(http, fake, path):
+    assert http.post(path, json=BODIES[path] | {"allowed_token_ids": [7, 5]}).status_code == 200
+    assert list(fake.seen[-1][1].allowed_token_ids) == [5, 7]
+    many = [5] * (MAX_ITEMS + fake.info.vocab_size)
+    assert http.post(path, json=BODIES[path] | {"allowed_token_ids": many}).status_code == 200
 
 
 def test_embedding_dimensions_equal_to_the_models_are_accepted(http, fake):

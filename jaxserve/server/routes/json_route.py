@@ -44,22 +44,22 @@ class JsonRoute(APIRoute):
                 raise HTTPException(415, f"the header content-type is {given}: it must be application/json")
             server = request.app.state.server
             info, lenient = server.client().info, server.settings.ignore_unknown_fields
-            max_prompt_items = max(info.max_model_len, info.max_queued_tokens)
+            max_token_items = info.vocab_size + max(info.max_model_len, info.max_queued_tokens)
             request = ParsedRequest(request.scope, request.receive)
             if (body := await request.body()) and self.body_field is not None:
                 model, large = self.body_field.field_info.annotation, len(body) > MAX_INLINE_BODY
                 if large:
-                    request.parsed = await off_loop(_read, model, body, max_prompt_items, lenient)
+                    request.parsed = await off_loop(_read, model, body, max_token_items, lenient)
                 else:
-                    request.parsed = _read(model, body, max_prompt_items, lenient)
+                    request.parsed = _read(model, body, max_token_items, lenient)
             return await handler(request)
 
         return strict
 
 
-def _read(model: type[BaseModel], body: bytes, max_prompt_items: int, ignore_unknown: bool) -> BaseModel:
+def _read(model: type[BaseModel], body: bytes, max_token_items: int, ignore_unknown: bool) -> BaseModel:
     """Return the validated model of a body. Raise HTTPException, RequestError or RequestValidationError."""
-    value = parse_body(body, max_prompt_items)
+    value = parse_body(body, max_token_items)
     try:
         return model.model_validate(value, context={IGNORE_UNKNOWN: ignore_unknown})
     except ValidationError as error:

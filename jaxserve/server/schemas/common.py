@@ -1,17 +1,19 @@
 """The sampling parameters that chat and text completions have in common."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, PlainValidator, WithJsonSchema
 
+from jaxserve.core.allowed_tokens import AllowedTokens
 from jaxserve.core.errors import RequestError
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.server.schemas.body import Body, expecting
 from jaxserve.server.schemas.harmless import HARMLESS_IN_STREAM_OPTIONS
 from jaxserve.server.schemas.structured import StructuredBody
 
+TOKEN_IDS = {"type": "array", "items": {"type": "integer"}}
 PRIORITY_BOUND = 2**31
 # The value of max_tokens and truncate_prompt_tokens for as many tokens as fit.
 ALL_THAT_FITS = -1
@@ -52,6 +54,7 @@ class SamplingBody(StructuredBody):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
+    allowed_token_ids: Annotated[Sequence[int] | None, PlainValidator(AllowedTokens), WithJsonSchema(TOKEN_IDS)] = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool = False
@@ -83,8 +86,6 @@ class SamplingBody(StructuredBody):
             self.stream_options.check()
             if not self.stream:
                 raise RequestError("stream_options needs stream to be true", field="stream_options")
-        if self.stream and self.prompt_logprobs is not None:
-            raise RequestError("prompt_logprobs cannot be streamed", field="prompt_logprobs")
 
     @property
     def usage_at_end(self) -> bool:

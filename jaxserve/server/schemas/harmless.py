@@ -17,9 +17,9 @@ HARMLESS_BY_REASON: Mapping[str, tuple[str, ...]] = {
         "run_name", "thread_id", "trace_id", "id",
     ),
     "caching and speculation, which only save time": (
-        "prompt_cache_key", "prompt_cache_retention", "cache_prompt", "cache_control",
-        "use_cache", "caching", "cache", "n_cache_reuse", "prediction", "speculative_ngram", "speculative.n_max",
-        "speculative.n_min", "speculative.p_min", "ngram_corpus_id", "prompt_lookup_num_tokens",
+        "prompt_cache_key", "prompt_cache_retention", "cache_prompt", "cache_control", "use_cache", "caching", "cache",
+        "n_cache_reuse", "prediction", "speculative_ngram", "speculative.n_max", "speculative.n_min",
+        "speculative.p_min", "ngram_corpus_id", "prompt_lookup_num_tokens",
     ),
     "where a request runs, and how often a stream sends": (
         "provider", "models", "route", "guided_decoding_backend", "routed_dp_rank", "data_parallel_rank", "id_slot",
@@ -42,9 +42,10 @@ HARMLESS_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "details of samplers that are off, and of images, experts and tools that are not used": (
         "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dynatemp_low", "dynatemp_high", "smoothing_curve",
         "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold",
-        "adaptive_decay", "early_stopping", "rep_pen_slope", "pad_token_id", "spaces_between_special_tokens", "parallel_tool_calls", "routed_experts_prompt_start",
-        "routed_experts_start_len", "media_io_kwargs", "mm_processor_kwargs", "return_mm_kwargs", "image_config",
-        "images_config", "max_dynamic_patch", "min_dynamic_patch", "use_audio_in_video",
+        "adaptive_decay", "early_stopping", "rep_pen_slope", "pad_token_id", "spaces_between_special_tokens",
+        "parallel_tool_calls", "routed_experts_prompt_start", "routed_experts_start_len", "media_io_kwargs",
+        "mm_processor_kwargs", "return_mm_kwargs", "image_config", "images_config", "max_dynamic_patch",
+        "min_dynamic_patch", "use_audio_in_video",
     ),
 }  # fmt: skip
 
