@@ -1,6 +1,11 @@
 """The matchers of a request's answers, and the errors for requests whose demands leave no token."""
 
-from jaxserve.core.allowed_tokens import AllowedTokens, AllowedTokensMatcher
+from collections import abc
+from itertools import takewhile
+
+import numpy as np
+
+from jaxserve.core.allowed_tokens import AllowedTokens
 from jaxserve.core.errors import GrammarTooComplex, JaxserveError, NonFiniteOutput, RequestError
 from jaxserve.core.request import Request, Sequence
 from jaxserve.core.structured import NOTHING_LEFT, Matcher
@@ -13,8 +18,56 @@ def matchers_of(request: Request, vocab: int) -> list[Matcher | None]:
     if params.allowed_token_ids is None:
         return list(grammars)
     assert isinstance(params.allowed_token_ids, AllowedTokens)
-    mask = params.allowed_token_ids.mask(vocab)
+    mask = mask_of(params.allowed_token_ids, vocab)
     return [AllowedTokensMatcher(mask, grammar) for grammar in grammars]
+
+
+def mask_of(allowed: AllowedTokens, vocab: int) -> np.ndarray:
+    """Return a bit for each token of a vocabulary, uint32 [ceil(vocab / 32)], as `Matcher.fill` writes them."""
+    bits = np.zeros(-(-vocab // 32) * 32, bool)
+    bits[np.frombuffer(allowed.ids, np.int32)] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+class AllowedTokensMatcher:
+    """The `Matcher` of an answer that may only have the tokens of a mask, and that may follow a grammar as well."""
+
+    def __init__(self, mask: np.ndarray, grammar: Matcher | None):
+        self._mask, self._grammar = mask, grammar
+        self.static = grammar is None
+        self._error = ""
+
+    @property
+    def ended(self) -> bool:
+        return self._grammar is not None and self._grammar.ended
+
+    @property
+    def error(self) -> str:
+        return self._error or (self._grammar.error if self._grammar is not None else "")
+
+    def accept(self, token: int) -> None:
+        if not self._allows(token):
+            self._error = NOTHING_LEFT
+        elif self._grammar is not None:
+            self._grammar.accept(token)
+
+    def forced(self) -> abc.Sequence[int]:
+        return () if self._grammar is None else list(takewhile(self._allows, self._grammar.forced()))
+
+    def fill(self, mask: np.ndarray) -> None:
+        size = self._mask.size
+        if self._grammar is None:
+            mask[:size], mask[size:] = self._mask, 0
+            return
+        self._grammar.fill(mask)
+        mask[:size] &= self._mask
+        mask[size:] = 0
+        if not self.error and not mask.any():
+            self._error = NOTHING_LEFT
+
+    def _allows(self, token: int) -> bool:
+        word, bit = divmod(token, 32)
+        return word < self._mask.size and bool(int(self._mask[word]) >> bit & 1)
 
 
 def accepts(matcher: Matcher, token: int) -> bool:

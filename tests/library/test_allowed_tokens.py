@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, RequestError, SamplingParams, StructuredOutput
-from jaxserve.core.allowed_tokens import AllowedTokens, AllowedTokensMatcher
+from jaxserve.core.allowed_tokens import AllowedTokens
+from jaxserve.engine.matchers import AllowedTokensMatcher, mask_of
 from tests.support.internals import core_of
 from tests.support.reference import Reference
 
@@ -173,14 +174,14 @@ def test_ids_are_sorted_and_kept_once() -> None:
 
 @pytest.mark.parametrize("vocab", [33, 64, 65])
 def test_mask_has_a_bit_for_each_token(vocab: int) -> None:
-    mask = AllowedTokens([0, 31, 32]).mask(vocab)
+    mask = mask_of(AllowedTokens([0, 31, 32]), vocab)
     assert mask.dtype == np.uint32
     assert mask.tolist() == [1 | 1 << 31, 1, 0][: len(mask)]
     assert len(mask) == -(-vocab // 32)
 
 
 def test_only_a_grammar_needs_the_newest_token_before_the_next_is_drawn() -> None:
-    mask = AllowedTokens([5]).mask(64)
+    mask = mask_of(AllowedTokens([5]), 64)
     assert AllowedTokensMatcher(mask, None).static
     padded = np.full(4, 0xFFFFFFFF, np.uint32)
     AllowedTokensMatcher(mask, None).fill(padded)
