@@ -3,6 +3,8 @@
 import httpx
 import pytest
 
+from jaxserve.core.bundled import bundled_model_path
+from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.server.body import MAX_ITEMS
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.completions import CompletionBody
@@ -16,6 +18,7 @@ from tests.server.serving import serving
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": "hi"}, EMBEDDINGS: {"input": "hi"}}
+LONG = {CHAT: {"messages": [{"role": "user", "content": "x" * 1000}]}, COMPLETIONS: {"prompt": "x" * 1000}}
 GENERATE = (CHAT, COMPLETIONS)
 FIELDS = {CHAT: ChatBody.model_fields.keys(), COMPLETIONS: CompletionBody.model_fields.keys()}
 TRUNCATED = "truncate_prompt_tokens"
@@ -280,17 +283,70 @@ def test_echo_of_a_truncated_text_is_the_kept_part(http):
 def test_truncation_makes_long_prompts_fit(http, fake, length):
     most = fake.max_model_len
     text = "x" * length + "yz"
-    for body, kept in (({}, most - 1), ({"max_tokens": 12}, most - 12)):
+    left = (({}, 16), ({"max_tokens": 12}, 12), ({"max_tokens": -1}, 1), ({"min_tokens": 20}, 20))
+    for body, kept in ((body, most - tokens) for body, tokens in left):
         assert http.post(COMPLETIONS, json={"prompt": text, TRUNCATED: -1, **body}).status_code == 200
         assert len(fake.seen[-1][0].token_ids) == kept
         assert fake.tokenizer.decode(fake.seen[-1][0].token_ids).endswith("xyz")
     messages = [{"role": "user", "content": text}]
-    assert http.post(CHAT, json={"messages": messages, TRUNCATED: -1, "max_tokens": 12}).status_code == 200
-    assert len(fake.seen[-1][0].token_ids) == most - 12
+    for body, kept in (({"max_tokens": 12}, most - 12), ({}, most - 1), ({"min_tokens": 20}, most - 20)):
+        assert http.post(CHAT, json={"messages": messages, TRUNCATED: -1, **body}).status_code == 200
+        assert len(fake.seen[-1][0].token_ids) == kept
     answer = http.post(EMBEDDINGS, json={"input": [text, "abc"], TRUNCATED: -1}).json()
     assert [entry["embedding"][0] for entry in answer["data"]] == [most, 3]
     answer = http.post(EMBEDDINGS, json={"input": [text, "abc"], TRUNCATED: 2}).json()
     assert [entry["embedding"][0] for entry in answer["data"]] == [2, 2]
+
+
+@pytest.mark.parametrize("keep", [600, 10**30])
+def test_truncation_to_more_than_the_context_refuses_what_does_not_fit(http, fake, keep):
+    most = fake.max_model_len
+    fits = http.post(COMPLETIONS, json={"prompt": "x" * (most - 1), TRUNCATED: keep, "echo": True, "max_tokens": 1})
+    assert fits.json()["choices"][0]["text"] == "x" * (most - 1) + "H"
+    for prompt in ("x" * most, "x" * 100_000, [5] * most, [5] * 100_000):
+        error = refusal(http.post(COMPLETIONS, json={"prompt": prompt, TRUNCATED: keep}))
+        assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+
+
+def test_no_more_text_is_tokenized_than_a_context_can_hold(http, fake, monkeypatch):
+    encode, lengths = fake.tokenizer.encode, []
+
+    def watched(text, *given):
+        lengths.append(len(text))
+        return encode(text, *given)
+
+    monkeypatch.setattr(fake.tokenizer, "encode", watched)
+    for keep in (1, -1, 10**30):
+        http.post(COMPLETIONS, json={"prompt": "x" * 1_000_000, TRUNCATED: keep})
+    assert max(lengths) == fake.tokenizer.max_characters(fake.max_model_len + 1)
+
+
+@pytest.fixture(scope="module")
+def words():
+    """Return a client of a server whose tokens have several characters, and its fake engine."""
+    fake = FakeClient(tokenizer=Tokenizer.load(bundled_model_path()))
+    with serving(fake) as address, httpx.Client(base_url=address.url, timeout=30) as client:
+        yield client, fake
+
+
+@pytest.mark.parametrize("text", ["x" * 1003, "=" * 1001, " " * 1003 + "a", "def f(x):\n    return x" * 30])
+@pytest.mark.parametrize("keep", [1, 3, 30])
+def test_kept_tokens_are_the_last_of_the_whole_text(words, text, keep):
+    http, fake = words
+    assert http.post(COMPLETIONS, json={"prompt": text, TRUNCATED: keep}).status_code == 200
+    assert list(fake.seen[-1][0].token_ids) == fake.tokenizer.encode(text)[-keep:]
+    conversation = {"messages": [{"role": "user", "content": text}]}
+    assert http.post(CHAT, json=conversation | {TRUNCATED: keep, "n": 2}).status_code == 200
+    rendered = http.post("/tokenize", json=conversation).json()["tokens"]
+    assert list(fake.seen[-1][0].token_ids) == rendered[-keep:]
+
+
+def test_echo_of_a_text_that_needs_no_truncation_is_the_text(words):
+    http, _ = words
+    body = {"prompt": "<|endoftext|>a", "echo": True, "max_tokens": 1}
+    texts = {http.post(COMPLETIONS, json=body | more).json()["choices"][0]["text"] for more in ({}, {TRUNCATED: 50})}
+    assert len(texts) == 1
+    assert texts.pop().startswith("<|endoftext|>a")
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -303,6 +359,18 @@ def test_max_tokens_of_minus_one_generates_as_much_as_fits(http, fake):
     for path, body in ((COMPLETIONS, {}), (CHAT, {}), (CHAT, {"max_completion_tokens": -1})):
         assert http.post(path, json=BODIES[path] | {"max_tokens": -1} | body).status_code == 200
         assert fake.seen[-1][1].max_tokens is None
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusal_of_too_many_tokens_has_both_numbers(http, fake, field, stream):
+    path, length = (COMPLETIONS, 2) if field == "max_tokens" else (CHAT, len("User: hi\nAssistant:"))
+    room = fake.max_model_len - length
+    error = refusal(http.post(path, json=BODIES[path] | {field: room + 1, "stream": stream}))
+    assert (error["param"], error["value"], error["limit"]) == (field, room + 1, room)
+    assert error["message"].startswith(f"{field} is {room + 1}, the limit is {room}. ")
+    assert f"The prompt has {length} tokens and leaves {room}" in error["message"]
+    assert http.post(path, json=BODIES[path] | {field: room}).status_code == 200
 
 
 def test_max_tokens_is_clamped_only_with_clamp_max_tokens(http):
@@ -320,6 +388,14 @@ def test_max_tokens_is_clamped_only_with_clamp_max_tokens(http):
             assert clamping.post(path, json=body | {"max_tokens": 3}).status_code == 200
             assert client.seen[-1][1].max_tokens == 3
             assert refusal(clamping.post(path, json=body | {"max_tokens": 0}))["param"] == "max_tokens"
+            assert refusal(clamping.post(path, json=body | {"min_tokens": 64}))["param"] == "min_tokens"
+            streamed = clamping.post(path, json=body | {"stream": True}).text
+            assert '"finish_reason":"stop"' in streamed
+            assert clamping.post(path, json=body | {TRUNCATED: -1, **LONG[path]}).status_code == 200
+            prompt, params, *_ = client.seen[-1]
+            assert (len(prompt.token_ids), params.max_tokens) == (63, 1)  # not a prompt of one token
+        assert clamping.post(COMPLETIONS, json={"prompt": ["a", "b" * 30], "max_tokens": 99}).status_code == 200
+        assert [params.max_tokens for _, params, *_ in client.seen[-2:]] == [63, 34]
 
 
 @pytest.mark.parametrize("path", GENERATE)

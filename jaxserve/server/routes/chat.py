@@ -21,7 +21,8 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
     """Answer a conversation."""
     client, model = state.client(), state.check_model(body.model)
     body.check()
-    keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, client.info.max_model_len - max(body.token_limit or 1, 1))
+    leave = body.tokens_to_leave(body.token_limit)
+    keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, client.info.max_model_len, leave)
     prompt = await conversation_prompt(client, body, add_special_tokens=body.add_special_tokens, keep=keep)
     length = len(prompt.token_ids)
     limit = answer_tokens(body.token_limit, client.info.max_model_len - length, clamp=state.settings.clamp_max_tokens)

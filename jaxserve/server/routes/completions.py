@@ -26,7 +26,8 @@ async def completions(body: CompletionBody, request: Request, state: State) -> R
     body.check()
     given = parse_prompts(body.prompt, "prompt", state.settings.max_prompts)
     window, clamp = client.info.max_model_len, state.settings.clamp_max_tokens
-    keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, window - max(body.max_tokens or 1, 1))
+    leave = body.tokens_to_leave(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, window, leave)
     with rename_error_fields(body.client_names):
         # Refuse bad parameters before many prompts are tokenized.
         _params(client, body, room=window, clamp=clamp)

@@ -87,6 +87,10 @@ class SamplingBody(StructuredBody):
             if not self.stream:
                 raise RequestError("stream_options needs stream to be true", field="stream_options")
 
+    def tokens_to_leave(self, asked: int | None) -> int:
+        """Return the tokens for which a prompt must leave room. `asked`: max_tokens, None or -1 for as many as fit."""
+        return max(asked or 1, self.min_tokens or 1, 1)
+
     @property
     def usage_at_end(self) -> bool:
         """True if the last event of a stream has the usage."""
@@ -98,15 +102,18 @@ class SamplingBody(StructuredBody):
         return self.usage_at_end and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
-def prompt_tokens_to_keep(truncate: int | None, room: int) -> int | None:
-    """Return the number of a prompt's last tokens to keep: None for all, and `room` (at least 1) if `truncate` is -1.
+def prompt_tokens_to_keep(truncate: int | None, window: int, leave: int = 0) -> int | None:
+    """Return the number of a prompt's last tokens to keep, None for all.
 
-    Raise RequestError if `truncate` is neither -1 nor at least 1.
+    It is at most `window`, the model's context: a longer prompt is refused. If `truncate` is -1, the prompt leaves room
+    for `leave` tokens, unless it would then have none. Raise RequestError if `truncate` is neither -1 nor at least 1.
     """
-    if truncate is None or truncate >= 1:
-        return truncate
+    if truncate is None:
+        return None
+    if truncate >= 1:
+        return min(truncate, window)
     if truncate == ALL_THAT_FITS:
-        return max(room, 1)
+        return window - leave if leave < window else window - 1
     raise RequestError(
         f"truncate_prompt_tokens is {truncate}: it must be at least 1, or -1 for as many as fit",
         field="truncate_prompt_tokens",
