@@ -104,7 +104,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()  # token ids that end the answer
     length_alone: bool = False  # the answer ends only by its length, not by a token or a text
     bad_words: tuple[tuple[int, ...], ...] = ()
-    matcher: Matcher | None = None  # of the grammar that the answer follows
+    matcher: Matcher | None = None  # of the grammar that the answer follows, and of the tokens that it may have
     sampled_late: bool = False  # the host must know the newest token before the next one can be sampled
     status: SequenceStatus = SequenceStatus.WAITING
     tokens: list[int] = field(default_factory=list)  # prompt, then generated tokens
@@ -140,7 +140,8 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.queued_at = request.arrival
         self.order = (request.priority, request.arrival, request.id, self.index)
-        self.sampled_late = self.matcher is not None or any(len(word) > 1 for word in self.bad_words)
+        follows = self.matcher is not None and not self.matcher.static
+        self.sampled_late = follows or any(len(word) > 1 for word in self.bad_words)
 
     @property
     def id(self) -> tuple[str, int]:

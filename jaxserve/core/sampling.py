@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.core.allowed_tokens import AllowedTokens
 from jaxserve.core.errors import RequestError
 from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.core.structured import StructuredOutput
@@ -50,9 +51,10 @@ class SamplingParams:
 
     `max_tokens=None` generates up to the model's length limit. `top_k=0` (or -1) and `top_p=1` are off, `temperature=0`
     and `top_p=0` are greedy, and `seed=-1` is random, as None. `logprobs=k` returns the log-probabilities of the
-    sampled token and of the k most likely tokens, computed from the raw logits. `structured` is what the answer's text
-    must be; only an answer that reaches `max_tokens` may break off earlier. `reasoning` describes the reasoning with
-    which the answer begins, which may have a limit and to which `structured` does not apply.
+    sampled token and of the k most likely tokens, computed from the raw logits. With `allowed_token_ids` the answer has
+    no other tokens, so a token that ends it must be among them. `structured` is what the answer's text must be; only an
+    answer that reaches `max_tokens` may break off earlier. `reasoning` describes the reasoning with which the answer
+    begins, which may have a limit and to which `structured` does not apply.
 
     Raise `RequestError` that names the field, the value and the limit if a value is not allowed.
     """
@@ -74,6 +76,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
@@ -84,6 +87,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.seed == RANDOM_SEED:
             object.__setattr__(self, "seed", None)
+        if self.allowed_token_ids is not None and not isinstance(self.allowed_token_ids, AllowedTokens):
+            object.__setattr__(self, "allowed_token_ids", AllowedTokens(self.allowed_token_ids))
         self._check_numbers()
         self._check_flags()
         self._check_lists()

@@ -91,8 +91,17 @@ class StructuredOutput:
             raise RequestError(f"{self.name} cannot be written as JSON: {error}", field=self.name) from error
 
 
+NOTHING_LEFT = "no token is left"
+"""The `error` of a matcher whose request has several demands that contradict each other."""
+
+
 class Matcher(Protocol):
-    """The state of one answer in its grammar."""
+    """The state of one answer in its grammar, or of one whose tokens are otherwise restricted."""
+
+    @property
+    def static(self) -> bool:
+        """True if the same tokens are allowed at every position."""
+        ...
 
     @property
     def ended(self) -> bool:

@@ -157,9 +157,9 @@ class EngineClient(Protocol):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the new parts of a request's n answers, until an output is `finished`.
 
-        Without `stream`, each answer is yielded once, when it has ended. The last output has `prompt_logprobs` if they
-        were requested. Closing the generator, or cancelling the task that waits for it, aborts the request and frees
-        its pages.
+        Without `stream`, each answer is yielded once, when it has ended. If `prompt_logprobs` were requested, the first
+        output of a stream has them, or without `stream` the last one. Closing the generator, or cancelling the task
+        that waits for it, aborts the request and frees its pages.
 
         Before the first output, raise `RequestError` (a limit is exceeded), `QueueFull` or `EngineStopped` (draining or
         stopped). At any time, raise `EngineFailed` or `EngineStopped` (shut down before the end).

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.control.costs import InstanceCost
-from jaxserve.core.errors import GrammarTooComplex, JaxserveError, NonFiniteOutput, QueueFull, RequestError
+from jaxserve.core.errors import JaxserveError, NonFiniteOutput, QueueFull, RequestError
 from jaxserve.core.request import FinishReason, Logprob, Request, RequestOutput, Sequence, SequenceStatus, TokenLogprobs
 from jaxserve.core.step_load import Loads
 from jaxserve.core.structured import Matcher
@@ -18,6 +18,7 @@ from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.counters import EngineCounters
 from jaxserve.engine.limits import check_params, check_prompt
+from jaxserve.engine.matchers import accepts, matchers_of, no_token, nothing_allowed
 from jaxserve.engine.outputs import RequestState
 from jaxserve.engine.step_times import StepTimes
 from jaxserve.engine.text import StopStrings, append_text, flush_text
@@ -245,6 +246,7 @@ class EngineCore:
         wanted = limit if params.max_tokens is None else len(request.prompt_token_ids) + params.max_tokens
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         bad_words = self._bad_words(params.bad_words or ())
+        matchers = matchers_of(request, self.info.vocab_size)
         sequences: list[Sequence] = []
         for index in range(params.n):
             detokenizer = None
@@ -260,9 +262,9 @@ class EngineCore:
                     stops=StopStrings(params.stop_strings) if params.stop_strings else None,
                     parent=sequences[0] if sequences else None,
                     stop_ids=stops,
-                    length_alone=not stops and detokenizer is None and request.grammar is None,
+                    length_alone=not stops and detokenizer is None and matchers[index] is None,
                     bad_words=bad_words,
-                    matcher=None if request.grammar is None else request.grammar.start(),
+                    matcher=matchers[index],
                     prompt_logprobs=[]
                     if params.prompt_logprobs is None
                     else [None],  # nothing precedes the first token
@@ -293,10 +295,10 @@ class EngineCore:
             return
         request, token, now = sequence.request, step.tokens[row], step.now
         if token < 0:
-            self._fail(step, request, _no_token(sequence))
+            self._fail(step, request, no_token(sequence))
             return
-        if sequence.matcher is not None and not _accepts(sequence.matcher, token):
-            self._fail(step, request, _nothing_allowed(sequence))
+        if sequence.matcher is not None and not accepts(sequence.matcher, token):
+            self._fail(step, request, nothing_allowed(sequence))
             return
         sequence.tokens.append(token)
         if sequence.first_token is None:
@@ -439,24 +441,3 @@ class EngineCore:
 
     def _take_snapshot(self, now: float) -> None:
         self._counters.take(now)
-
-
-def _no_token(sequence: Sequence) -> JaxserveError:
-    """Return why no token could be sampled: the grammar has failed, or the logits are not finite."""
-    structured = sequence.params.structured
-    if sequence.matcher is None or structured is None or not sequence.matcher.error:
-        return NonFiniteOutput("logits")
-    return GrammarTooComplex(f"{structured.name} cannot go on: {sequence.matcher.error}", field=structured.name)
-
-
-def _accepts(matcher: Matcher, token: int) -> bool:
-    """Take a sampled token, and return False if the grammar forbids it, because other parameters left no other one."""
-    matcher.accept(token)
-    return not matcher.error
-
-
-def _nothing_allowed(sequence: Sequence) -> RequestError:
-    """Return the error for a grammar that contradicts other parameters of its request."""
-    assert sequence.params.structured is not None
-    name = sequence.params.structured.name
-    return RequestError(f"{name} allows no token that bad_words, min_tokens and logit_bias do not forbid", field=name)

@@ -61,6 +61,7 @@ def check_params(info: ModelInfo, params: SamplingParams, prompt_tokens: int) ->
     _check_max("stop", len(params.stop_strings), info.max_stop_strings, " strings")
     _check_vocabulary(info, "stop_token_ids", params.stop_token_ids or ())
     _check_vocabulary(info, "logit_bias", tuple(params.logit_bias or ()))
+    _check_vocabulary(info, "allowed_token_ids", (params.allowed_token_ids or ())[-1:])  # the largest one
     _check_room(info, "max_tokens", params.max_tokens, prompt_tokens)
     _check_room(info, "min_tokens", params.min_tokens, prompt_tokens)
 

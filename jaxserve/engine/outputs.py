@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.request import CompletionOutput, Request, RequestMetrics, RequestOutput, Sequence
+from jaxserve.core.request import CompletionOutput, Request, RequestMetrics, RequestOutput, Sequence, TokenLogprobs
 
 
 @dataclass(eq=False)
@@ -15,6 +15,7 @@ class RequestState:
     sequences: list[Sequence]
     returned_tokens: list[int] = field(default_factory=list)  # by sequence
     returned_characters: list[int] = field(default_factory=list)  # by sequence
+    returned_prompt: bool = False  # the log-probabilities of the prompt
     unfinished: int = 0
     finished_at: float | None = None
 
@@ -25,22 +26,28 @@ class RequestState:
 
     def take(self, changed: Iterable[Sequence]) -> RequestOutput:
         """Return the new parts of the changed sequences, and mark them as returned."""
-        first = self.sequences[0]
-        finished = self.unfinished == 0
-        prompt_logprobs = None
-        if finished and self.request.params.prompt_logprobs is not None:
-            prompt_logprobs = tuple(first.prompt_logprobs)
+        first, finished = self.sequences[0], self.unfinished == 0
         return RequestOutput(
             request_id=self.request.id,
             prompt=self.request.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
             outputs=tuple([self._take_sequence(sequence) for sequence in changed]),
             finished=finished,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=self._take_prompt(finished),
             num_cached_tokens=first.num_cached,
             metrics=self.metrics if finished else None,
             embedding=first.embedding,
         )
+
+    def _take_prompt(self, finished: bool) -> tuple[TokenLogprobs | None, ...] | None:
+        """Return the prompt's log-probabilities once: with the first tokens of a stream, otherwise at the end.
+
+        The first sequence computes them. Its siblings wait until its prompt is computed.
+        """
+        if self.returned_prompt or not (finished or self.request.stream) or self.request.params.prompt_logprobs is None:
+            return None
+        self.returned_prompt = True
+        return tuple(self.sequences[0].prompt_logprobs)
 
     def failed(self, error: JaxserveError) -> RequestOutput:
         """Return the last output of a request that has ended with an error."""
@@ -88,7 +95,8 @@ def merge(whole: RequestOutput | None, piece: RequestOutput) -> RequestOutput:
     for new in piece.outputs:
         old = outputs.get(new.index)
         outputs[new.index] = new if old is None else _extend(old, new)
-    return replace(piece, outputs=tuple(outputs[index] for index in sorted(outputs)))
+    prompt = whole.prompt_logprobs if piece.prompt_logprobs is None else piece.prompt_logprobs
+    return replace(piece, outputs=tuple(outputs[index] for index in sorted(outputs)), prompt_logprobs=prompt)
 
 
 def _extend(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:

@@ -2,7 +2,8 @@
 
 The cost of a body depends on the number of its items (list entries, fields, objects), far more than on its bytes.
 Items are therefore counted first, without parsing. A body is parsed only if it has at most `MAX_ITEMS` items, not
-counting the entries of the fields that hold prompts. Those may be as many as the tokens that the queue has room for.
+counting the entries of the fields that hold prompts or token ids. Those may be as many as the tokens that the queue has
+room for, and the tokens of the vocabulary.
 """
 
 import json
@@ -15,9 +16,9 @@ from starlette.exceptions import HTTPException
 
 from jaxserve.core.errors import RequestError
 
-# Items outside PROMPT_FIELDS. A chat message, or one of its parts, takes three or four.
+# Items outside TOKEN_FIELDS. A chat message, or one of its parts, takes three or four.
 MAX_ITEMS = 50_000
-PROMPT_FIELDS = ("prompt", "input", "tokens")
+TOKEN_FIELDS = ("prompt", "input", "tokens", "allowed_token_ids")
 ENCODINGS = frozenset({"gzip", "x-gzip", "deflate"})
 MAX_DIGITS = 400  # a float has at most 309 digits before its point
 DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
@@ -25,17 +26,17 @@ DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 HEAD_BYTES = 64 * 1024
 
 
-def parse_body(body: bytes, max_prompt_items: int) -> Any:
+def parse_body(body: bytes, max_token_items: int) -> Any:
     """Return the value of a strict JSON body: UTF-8, no NaN, no lone surrogates, bounded nesting.
 
     Raise HTTPException if the body is not JSON, and RequestError if it has too many items.
     """
     body = _utf8(body)
-    limit = MAX_ITEMS + max_prompt_items
+    limit = MAX_ITEMS + max_token_items
     if (count := count_items(body, limit)) > limit:
         raise _too_many(_parse_beginning(body), count, limit)
     value = strict_json(body)
-    if count > MAX_ITEMS and (others := count - _prompt_items(value)) > MAX_ITEMS:
+    if count > MAX_ITEMS and (others := count - _token_items(value)) > MAX_ITEMS:
         raise _too_many(value, others, MAX_ITEMS)
     return value
 
@@ -103,10 +104,10 @@ def _utf8(body: bytes) -> bytes:
     return body.removeprefix(b"\xef\xbb\xbf")
 
 
-def _prompt_items(value: Any) -> int:
+def _token_items(value: Any) -> int:
     if not isinstance(value, dict):
         return 0
-    lists = [value[name] for name in PROMPT_FIELDS if isinstance(value.get(name), list)]
+    lists = [value[name] for name in TOKEN_FIELDS if isinstance(value.get(name), list)]
     return sum(len(given) + sum(len(entry) for entry in given if isinstance(entry, list)) for given in lists)
 
 

@@ -28,9 +28,9 @@ class ChatResponse(GenerationResponse[ChatBody]):
     object_type = "chat.completion"
     chunk_type = "chat.completion.chunk"
 
-    form: AnswerFormat
+    form: AnswerFormat = field(kw_only=True)
 
-    _begun: dict[int, _Answer] = field(default_factory=dict)  # by index of the answer
+    _answers: dict[int, _Answer] = field(default_factory=dict)  # by index of the answer
 
     def _final_choices(self, result: PromptResult) -> list[dict[str, Any]]:
         return [self._choice(answer) for answer in result.answers]
@@ -68,10 +68,10 @@ class ChatResponse(GenerationResponse[ChatBody]):
 
     def _chunks(self, prompt: int, answer: CompletionOutput) -> Iterator[dict[str, Any]]:
         """Yield the role if the answer has just begun, then what is new of it, then why it ended."""
-        if answer.index not in self._begun:
+        if answer.index not in self._answers:
             yield self._role_chunk(prompt, answer.index)
-            self._begun[answer.index] = _Answer(self.form.parser())
-        sent = self._begun[answer.index]
+            self._answers[answer.index] = _Answer(self.form.parser())
+        sent = self._answers[answer.index]
         events = sent.parser.push(answer.text)
         if answer.finish_reason:
             events += sent.parser.finish()
@@ -112,8 +112,10 @@ class ChatResponse(GenerationResponse[ChatBody]):
 
     def _role_chunk(self, prompt: int, index: int) -> dict[str, Any]:
         chunk = self._chunk(index, {"role": "assistant", "content": ""})
-        if not self._begun and self.body.return_token_ids:  # once per stream
+        if not self._answers and self.body.return_token_ids:  # once per stream
             chunk["prompt_token_ids"] = self.job.prompts[prompt].token_ids
+        if not self._answers and self.body.prompt_logprobs is not None:
+            chunk["prompt_logprobs"] = format_prompt_logprobs(self._prompt_logprobs[prompt], self.client.tokenizer)
         return chunk
 
     def _chunk(self, index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs
-from jaxserve.server.generation import GeneratedAnswer, GenerationResponse, PromptResult, Usage
+from jaxserve.server.generation import GeneratedAnswer, GenerationResponse, PromptLogprobs, PromptResult, Usage
 from jaxserve.server.logprobs import (
     Offsets,
     format_completion_logprobs,
@@ -35,7 +35,7 @@ class CompletionResponse(GenerationResponse[CompletionBody]):
             best = sorted(best, key=lambda answer: -answer.mean_logprob)[: self.body.answers]
         return [self._choice(result.prompt, i, answer, result.last) for i, answer in enumerate(best)]
 
-    def _final_usage(self, usage: Usage) -> dict[str, object]:
+    def _usage(self, usage: Usage) -> dict[str, object]:
         if self.body.scores_only:
             usage.completion_tokens = 0
         return usage.as_dict()
@@ -43,30 +43,29 @@ class CompletionResponse(GenerationResponse[CompletionBody]):
     def _choice(self, prompt: int, i: int, answer: GeneratedAnswer, last: RequestOutput) -> dict[str, Any]:
         if self.body.scores_only:
             answer = GeneratedAnswer(i, finish_reason="length")
-        steps, token_ids = list[TokenLogprobs | None](answer.logprobs), answer.token_ids
-        if self.body.echo:
-            steps = [*(last.prompt_logprobs or ()), *steps]
-            token_ids = [*self.job.prompts[prompt].token_ids, *token_ids]
+        scored = last.prompt_logprobs or ()
         choice = {
             "index": prompt * self.body.answers + i,
             "text": self._echo(prompt) + answer.text,
-            "logprobs": self._logprobs(steps, token_ids, self._new_offsets()),
+            "logprobs": self._logprobs(*self._with_prompt(prompt, scored, answer), self._new_offsets()),
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
         if self.body.return_token_ids:
             choice["prompt_token_ids"] = self.job.prompts[prompt].token_ids
             choice["token_ids"] = answer.token_ids
-        if self.body.prompt_logprobs is not None and last.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = format_prompt_logprobs(last.prompt_logprobs, self.client.tokenizer)
+        if self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = format_prompt_logprobs(scored, self.client.tokenizer)
         return choice
 
     def _chunks(self, prompt: int, answer: CompletionOutput) -> Iterator[dict[str, Any]]:
-        """Yield the new text, after the prompt if it is echoed, then why the choice ended."""
+        """Yield the new text, in the first event after the prompt if it is echoed, then why the choice ended."""
+        if self.body.scores_only:
+            answer = CompletionOutput(answer.index, NO_TEXT, (), finish_reason="length")
         index = prompt * self.body.answers + answer.index
-        echo = NO_TEXT if index in self._offsets else self._echo(prompt)
-        if echo or answer.text or answer.logprobs or (answer.token_ids and self.body.return_token_ids):
-            yield self._text_chunk(index, prompt, echo, answer)
+        shows_prompt = index not in self._offsets and (self.body.echo or self.body.prompt_logprobs is not None)
+        if shows_prompt or answer.text or answer.logprobs or (answer.token_ids and self.body.return_token_ids):
+            yield self._text_chunk(index, prompt, answer)
         if answer.finish_reason:
             # An event of its own: some clients ignore the text of an event with a finish_reason.
             choice = {"index": index, "text": NO_TEXT, "logprobs": None, "finish_reason": answer.finish_reason}
@@ -74,20 +73,33 @@ class CompletionResponse(GenerationResponse[CompletionBody]):
                 choice["stop_reason"] = answer.stop_reason
             yield self._object(self.chunk_type, [choice])
 
-    def _text_chunk(self, index: int, prompt: int, echo: str, answer: CompletionOutput) -> dict[str, Any]:
+    def _text_chunk(self, index: int, prompt: int, answer: CompletionOutput) -> dict[str, Any]:
         first = index not in self._offsets
         if first:
             self._offsets[index] = self._new_offsets()
+        scored = self._prompt_logprobs.get(prompt, ())
+        tokens = self._with_prompt(prompt, scored, answer) if first else (answer.logprobs or (), answer.token_ids)
         choice = {
             "index": index,
-            "text": echo + answer.text,
-            "logprobs": self._logprobs(answer.logprobs or (), answer.token_ids, self._offsets[index]),
+            "text": (self._echo(prompt) if first else NO_TEXT) + answer.text,
+            "logprobs": self._logprobs(*tokens, self._offsets[index]),
             "finish_reason": None,
         }
         if self.body.return_token_ids:
             choice["prompt_token_ids"] = self.job.prompts[prompt].token_ids if first else None
             choice["token_ids"] = answer.token_ids
+        if first and self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = format_prompt_logprobs(scored, self.client.tokenizer)
         return self._object(self.chunk_type, [choice])
+
+    def _with_prompt(
+        self, prompt: int, scored: PromptLogprobs, answer: GeneratedAnswer | CompletionOutput
+    ) -> tuple[PromptLogprobs, Sequence[int]]:
+        """Return the log-probabilities and the ids of an answer's tokens, after those of the prompt if it is echoed."""
+        steps, token_ids = answer.logprobs or (), answer.token_ids
+        if not self.body.echo:
+            return steps, token_ids
+        return [*scored, *steps], [*self.job.prompts[prompt].token_ids, *token_ids]
 
     def _echo(self, prompt: int) -> str:
         if not self.body.echo:

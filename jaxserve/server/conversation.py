@@ -28,7 +28,8 @@ async def conversation_job(state: ServerState, body: ChatBody, request_id: str) 
     """Return the work for a conversation. Raise RequestError if a field of the body or the prompt breaks a limit."""
     client = state.client()
     body.check()
-    keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, client.info.max_model_len - max(body.token_limit or 1, 1))
+    leave = body.tokens_to_leave(body.token_limit)
+    keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, client.info.max_model_len, leave)
     with rename_error_fields({"prompt": "messages"}):
         text = await render(client, body)
         (prompt,) = await tokens_prompts(client, [text], add_special_tokens=body.add_special_tokens, keep=keep)

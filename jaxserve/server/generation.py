@@ -13,10 +13,11 @@ from pydantic_core import to_json
 from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient, ModelInfo, TokensPrompt
-from jaxserve.server.offload import off_loop_if_large
+from jaxserve.server.offload import MAX_INLINE_SIZE, off_loop, off_loop_if_large
 from jaxserve.server.schemas.common import SamplingBody
 
 Delta = tuple[int, RequestOutput]  # index of the prompt, and its new output
+PromptLogprobs = Sequence[TokenLogprobs | None]  # by token of the prompt; None for the first one
 BodyT = TypeVar("BodyT", bound=SamplingBody)
 
 
@@ -151,6 +152,9 @@ class GenerationResponse(ABC, Generic[BodyT]):
     model: str
     created: int  # seconds since the epoch
 
+    _prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)  # by index of the prompt, in a stream
+    _begun: set[tuple[int, int]] = field(default_factory=set)  # prompts and answers of which events have been sent
+
     async def whole(self) -> bytes:
         """Generate everything and return the JSON response of a request that does not stream.
 
@@ -165,7 +169,7 @@ class GenerationResponse(ABC, Generic[BodyT]):
                 choices[result.prompt], fields = await off_loop_if_large(result.size, self._write, result)
                 response |= fields
                 size += result.size
-        response["usage"] = self._final_usage(usage)
+        response["usage"] = self._usage(usage)
         parts = [choices[prompt] for prompt in sorted(choices)]
         return await off_loop_if_large(size, with_entries, response, "choices", parts)
 
@@ -180,20 +184,40 @@ class GenerationResponse(ABC, Generic[BodyT]):
         """Return further fields of a response. Called in another thread if the result is large."""
         return {}
 
-    def _final_usage(self, usage: Usage) -> dict[str, object]:
+    def _usage(self, usage: Usage) -> dict[str, object]:
         return usage.as_dict()
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the JSON value of each event of a stream, and last the usage if the client asked for it."""
+    async def events(self) -> AsyncGenerator[dict[str, Any] | bytes, None]:
+        """Yield the JSON value of each event of a stream, and last the usage if the client asked for it.
+
+        The first events of an answer may hold its whole prompt. Large ones are written off the event loop, as bytes.
+        """
         usage = self.job.usage()
         async with contextlib.aclosing(self.job.run(self.client)) as deltas:
             async for prompt, output in deltas:
                 usage.add((prompt, output))
+                if output.prompt_logprobs is not None:
+                    self._prompt_logprobs[prompt] = output.prompt_logprobs
                 for answer in output.outputs:
-                    for chunk in self._chunks(prompt, answer):
-                        yield self._with_usage(chunk, usage)
+                    if self._size_of_prompt(prompt, answer) > MAX_INLINE_SIZE:
+                        for written in await off_loop(self._write_chunks, prompt, answer, usage):
+                            yield written
+                    else:
+                        for chunk in self._chunks(prompt, answer):
+                            yield self._with_usage(chunk, usage)
         if self.body.usage_at_end:
-            yield {**self._object(self.chunk_type, []), "usage": usage.as_dict()}
+            yield {**self._object(self.chunk_type, []), "usage": self._usage(usage)}
+
+    def _size_of_prompt(self, prompt: int, answer: CompletionOutput) -> int:
+        """Return roughly the number of the prompt's log-probabilities in the next events of an answer."""
+        steps = self._prompt_logprobs.get(prompt)
+        if steps is None or (prompt, answer.index) in self._begun:
+            return 0
+        self._begun.add((prompt, answer.index))
+        return len(steps) * len(steps[-1] or ())
+
+    def _write_chunks(self, prompt: int, answer: CompletionOutput, usage: Usage) -> list[bytes]:
+        return [to_json(self._with_usage(chunk, usage)) for chunk in self._chunks(prompt, answer)]
 
     @abstractmethod
     def _chunks(self, prompt: int, answer: CompletionOutput) -> Iterator[dict[str, Any]]:
@@ -201,7 +225,7 @@ class GenerationResponse(ABC, Generic[BodyT]):
 
     def _with_usage(self, chunk: dict[str, Any], usage: Usage) -> dict[str, Any]:
         if self.body.usage_at_end:
-            chunk["usage"] = usage.as_dict() if self.body.usage_always else None
+            chunk["usage"] = self._usage(usage) if self.body.usage_always else None
         return chunk
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,18 +1,26 @@
 """Rendering and tokenizing of a request's texts and messages, off the event loop if they are large."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from jaxserve.core.errors import PromptTooLong
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.limits import check_prompt, context_length
-from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.server.offload import MAX_INLINE_SIZE, off_loop_if_large
 from jaxserve.server.schemas.chat import Conversation
 
 TokenIds = Sequence[int]
 MAX_INLINE_MESSAGES = 32  # more messages of a conversation count as large
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The token ids of a text, or if it was `cut` of its end."""
+
+    token_ids: list[int]
+    cut: bool = False
 
 
 async def encode(
@@ -22,23 +30,29 @@ async def encode(
     add_special_tokens: bool,
     keep: int | None = None,
     check: Callable[[TokenIds], None] = lambda token_ids: None,
-) -> list[list[int]]:
+) -> list[Encoded]:
     """Return the token ids of texts: the last `keep` of each text, or all of them.
 
     `check` is called with each text's token ids before the next text is tokenized, and may raise. Raise PromptTooLong
-    without tokenizing if a text has too many characters to fit the context.
+    without tokenizing if a text has too many characters to fit the context. Of a text that is cut, only the end is
+    tokenized: as many characters as a context can have.
     """
     if keep is None:
         _check_characters(client, texts)
+    longest = client.tokenizer.max_characters(client.info.max_model_len + 1)  # more tokens than are ever kept
 
-    def encode_all() -> list[list[int]]:
+    def encode_all() -> list[Encoded]:
         encoded = []
         for text in texts:
-            encoded.append(_encode_last(client.tokenizer, text, add_special_tokens, keep))
-            check(encoded[-1])
+            encoded.append(_last(client.tokenizer.encode(text[-longest:], add_special_tokens), keep))
+            check(encoded[-1].token_ids)
         return encoded
 
     return await off_loop_if_large(sum(map(len, texts)), encode_all)
+
+
+def _last(token_ids: list[int], keep: int | None) -> Encoded:
+    return Encoded(token_ids) if keep is None or len(token_ids) <= keep else Encoded(token_ids[-keep:], cut=True)
 
 
 def _check_characters(client: EngineClient, texts: Sequence[str]) -> None:
@@ -73,15 +87,14 @@ async def tokens_prompts(
         if not isinstance(prompt, str):
             check(prompt)
     texts = [prompt for prompt in cut if isinstance(prompt, str)]
-    encoded: Iterator[list[int]] = iter(())
+    encoded: Iterator[Encoded] = iter(())
     if texts:  # token ids need no tokenizer
         encoded = iter(await encode(client, texts, add_special_tokens=add_special_tokens, keep=keep, check=check))
-    return [
-        TokensPrompt(tuple(next(encoded)), prompt if keep is None else None)
-        if isinstance(prompt, str)
-        else TokensPrompt(prompt)
-        for prompt in cut
-    ]
+    return [_of_text(prompt, next(encoded)) if isinstance(prompt, str) else TokensPrompt(prompt) for prompt in cut]
+
+
+def _of_text(text: str, encoded: Encoded) -> TokensPrompt:
+    return TokensPrompt(tuple(encoded.token_ids), None if encoded.cut else text)
 
 
 async def render(client: EngineClient, body: Conversation) -> str:
@@ -109,10 +122,3 @@ def _content_size(content: str | list[dict[str, Any]]) -> int:
     if len(content) > MAX_INLINE_MESSAGES:
         return MAX_INLINE_SIZE + 1
     return sum(len(str(part.get("text"))) for part in content)
-
-
-def _encode_last(tokenizer: Tokenizer, text: str, add_special_tokens: bool, keep: int | None) -> list[int]:
-    """Return the last `keep` token ids of a text, without tokenizing what lies far before them."""
-    if keep is None:
-        return tokenizer.encode(text, add_special_tokens)
-    return tokenizer.encode(text[-tokenizer.max_characters(2 * keep + 1) :], add_special_tokens)[-keep:]

@@ -95,6 +95,13 @@ class ServerSettings:
     reasoning_parser: Annotated[
         str, Option("Model", "Format of reasoning; auto: as the chat template shows; none: leave it in the text.")
     ] = AUTO
+    ignore_unknown_fields: Annotated[
+        bool,
+        Option(
+            "HTTP server",
+            "Ignore fields of requests that the server does not know, instead of refusing the request.",
+        ),
+    ] = False
     shutdown_timeout: Annotated[
         float, Option("HTTP server", "Seconds that running requests get to finish after SIGTERM.", minimum=0)
     ] = 30.0

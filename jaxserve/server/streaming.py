@@ -25,8 +25,8 @@ LINE_ENDS = {"\u0085": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
 
 
 def event(data: Any) -> bytes:
-    """Return one server-sent event with `data` as JSON."""
-    text = to_json(data)
+    """Return one server-sent event with `data` as JSON; bytes are JSON already."""
+    text = data if isinstance(data, bytes) else to_json(data)
     if b"\xe2\x80" in text or b"\xc2\x85" in text:
         for character, escaped in LINE_ENDS.items():
             text = text.replace(character.encode(), escaped)

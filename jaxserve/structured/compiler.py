@@ -94,6 +94,8 @@ class CompiledGrammar:
 class LLAnswer:
     """The state of one answer in its grammar (`core.structured.Matcher`)."""
 
+    static = False
+
     def __init__(self, matcher: LLMatcher):
         self._matcher = matcher
 

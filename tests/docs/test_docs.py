@@ -12,6 +12,7 @@ import typer
 
 from jaxserve import SamplingParams
 from jaxserve.cli.main import app
+from jaxserve.server.schemas import harmless
 from jaxserve.telemetry import EngineMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +70,18 @@ def test_quantization_manual_names_every_option():
 def test_server_manual_names_every_metric():
     exported = set(re.findall(r"# TYPE jaxserve_(\w+)", EngineMetrics("model").render().decode()))
     assert names_in_table(section(SERVER, "Metrics")) == exported
+
+
+def test_server_manual_lists_every_field_that_is_ignored():
+    rows = [
+        line.strip("| ").split(" | ") for line in SERVER.split("### Ignored fields")[1].split("\n## ")[0].splitlines()
+    ]
+    documented = {row[0]: set(re.findall(r"`([^`]+)`", row[1])) for row in rows if len(row) == 2 and "`" in row[1]}
+    assert documented == {reason: set(names) for reason, names in harmless.HARMLESS_BY_REASON.items()} | {
+        "a message": harmless.HARMLESS_IN_MESSAGES,
+        "a text part": harmless.HARMLESS_IN_PARTS,
+        "`stream_options`": harmless.HARMLESS_IN_STREAM_OPTIONS,
+    }
 
 
 def test_library_manual_names_every_sampling_parameter():

@@ -51,6 +51,8 @@ def test_serving_compiles_nothing_after_warm_up(built: BuiltEngine) -> None:
         {"logprobs": 3, "prompt_logprobs": 2},
         {"repetition_penalty": 1.2, "presence_penalty": 0.1},
         {"logit_bias": {5: 1.0}, "min_tokens": 2},
+        {"allowed_token_ids": [5, 6]},
+        {"allowed_token_ids": [5, 6], "logprobs": 1, "seed": 1},
     )
     before = dict(built.compilations.counts)
     assert before["block"] > 0

@@ -60,6 +60,17 @@ def test_prompt_logprobs_of_one_token_are_one_none(llm: LLM) -> None:
     assert output.prompt_logprobs == (None,)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_first_output_of_a_stream_has_the_prompt_logprobs(llm: LLM, n: int) -> None:
+    params = SamplingParams(n=n, temperature=0, max_tokens=3, prompt_logprobs=2, ignore_eos=True)
+    (whole,) = llm.generate([prompt(21, 150)], params, use_tqdm=False)
+    first, *rest = llm.stream(prompt(21, 150), params)
+    assert whole.prompt_logprobs is not None
+    assert first.prompt_logprobs == whole.prompt_logprobs
+    assert [piece.prompt_logprobs for piece in rest] == [None] * len(rest)
+    assert {answer.index for piece in (first, *rest) for answer in piece.outputs} == set(range(n))
+
+
 def test_overlap_does_not_change_tokens(tiny_model: Path, llm: LLM) -> None:
     prompts = [prompt(30 + i, 20 + i) for i in range(6)]
     with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=8, overlap=False) as plain:

@@ -95,7 +95,7 @@ class FakeClient:
         self.seen.append((prompt, params, priority, salt))
         done = False
         try:
-            async for output in self._steps(prompt, params, request_id):
+            async for output in self._steps(prompt, params, request_id, stream=stream):
                 done = output.finished
                 yield output
         finally:
@@ -167,7 +167,7 @@ class FakeClient:
             raise self.failure
 
     async def _steps(
-        self, prompt: TokensPrompt, params: SamplingParams, request_id: str
+        self, prompt: TokensPrompt, params: SamplingParams, request_id: str, *, stream: bool
     ) -> AsyncGenerator[RequestOutput, None]:
         scripts = [self.tokenizer.encode(self.script[i % 7 :]) for i in range(params.n)]
         streams = [self.tokenizer.stream() for _ in range(params.n)]
@@ -196,7 +196,7 @@ class FakeClient:
                 prompt.token_ids,
                 tuple(outputs),
                 finished=step == longest - 1,
-                prompt_logprobs=asked if step == longest - 1 else None,
+                prompt_logprobs=asked if step == (0 if stream else longest - 1) else None,
                 num_cached_tokens=1,
             )
 

@@ -21,7 +21,7 @@ from tests.server.fake import FakeClient
 from tests.server.fake_control import FakeControl
 
 JSON = {"content-type": "application/json"}
-PROMPT_ITEMS = 1_000_000
+PROMPT_ITEMS = 1_000_000 + FakeClient().info.vocab_size  # the queue's tokens, and the vocabulary
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -128,8 +128,17 @@ def test_string_full_of_delimiters_is_accepted():
     assert parse_body(json.dumps({"prompt": text}).encode(), PROMPT_ITEMS) == {"prompt": text}
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/embeddings", "/tokenize", "/detokenize"])
-def test_large_body_is_parsed_off_the_event_loop(http, monkeypatch, path):
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a"}]}),
+        (COMPLETIONS, {"prompt": "a"}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+    ],
+)
+def test_large_body_is_parsed_off_the_event_loop(http, monkeypatch, path, body):
     threads = []
 
     def read(*given):
@@ -138,8 +147,6 @@ def test_large_body_is_parsed_off_the_event_loop(http, monkeypatch, path):
 
     parse = json_route.parse_body
     monkeypatch.setattr(json_route, "parse_body", read)
-    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "input": "a", "tokens": [1]}
-    body = {name: value for name, value in body.items() if path != "/tokenize" or name != "messages"}
     for padding in ("", "x" * MAX_INLINE_BODY):
         assert http.post(path, json=body | {"user": padding}).status_code == 200
     assert [thread.name.startswith("jaxserve-request") for thread in threads] == [False, True]
@@ -195,6 +202,26 @@ def test_large_response_is_written_off_the_event_loop(http, monkeypatch, path, b
     assert threads == [True] * prompts
     http.post(COMPLETIONS, json={"prompt": "a", "logprobs": 1})
     assert threads[prompts:] == [False]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_long_prompt_of_a_stream_is_written_off_the_event_loop(http, monkeypatch, n):
+    threads = []
+
+    def watched(response, *given):
+        threads.append(threading.current_thread().name.startswith("jaxserve-request"))
+        return write(response, *given)
+
+    write = GenerationResponse._write_chunks
+    monkeypatch.setattr(GenerationResponse, "_write_chunks", watched)
+    body = {"prompt": "a" * 500, "logprobs": 20, "echo": True, "stream": True, "n": n}
+    events = [json.loads(line[6:]) for line in http.post(COMPLETIONS, json=body).text.split("\n\n")[:-2]]
+    assert threads == [True] * n
+    firsts = [event["choices"][0] for event in events if len(event["choices"][0]["text"]) > 500]
+    assert [choice["index"] for choice in firsts] == list(range(n))
+    assert all(len(choice["logprobs"]["tokens"]) == 501 for choice in firsts)
+    http.post(COMPLETIONS, json=body | {"prompt": "a"})
+    assert len(threads) == n
 
 
 def test_large_embeddings_are_written_off_the_event_loop(http, monkeypatch):

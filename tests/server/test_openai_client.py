@@ -232,13 +232,13 @@ def test_completion_stream_has_logprobs(client):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_text_offsets_are_positions_in_the_text(client, stream):
-    options = {"model": "fake", "prompt": [256, 65], "max_tokens": 17, "logprobs": 0, "echo": not stream}
+    options = {"model": "fake", "prompt": [256, 65], "max_tokens": 17, "logprobs": 0, "echo": True}
     answer = client.completions.create(**options, stream=stream)
     choices = [chunk.choices[0] for chunk in answer][:-1] if stream else answer.choices
     text = "".join(choice.text for choice in choices)
     tokens = [token for choice in choices for token in choice.logprobs.tokens]
     offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
-    assert len(tokens) == len(offsets) == 17 + (0 if stream else 2)
+    assert len(tokens) == len(offsets) == 19
     for token, offset in zip(tokens, offsets, strict=True):
         assert token == END or token.startswith("bytes:\\x") or text[offset] == token
 
@@ -260,11 +260,11 @@ def test_return_tokens_as_token_ids_writes_tokens_as_ids(client, fake, stream):
     ids = fake.tokenizer.encode("é" + TEXT[:3])
     extra = {"return_tokens_as_token_ids": True}
     answer = client.completions.create(
-        model="fake", prompt="é", max_tokens=3, logprobs=2, echo=not stream, stream=stream, extra_body=extra
+        model="fake", prompt="é", max_tokens=3, logprobs=2, echo=True, stream=stream, extra_body=extra
     )
     choices = [chunk.choices[0] for chunk in answer][:-1] if stream else answer.choices
     tokens = [token for choice in choices for token in choice.logprobs.tokens]
-    assert tokens == [f"token_id:{token}" for token in (ids[2:] if stream else ids)]
+    assert tokens == [f"token_id:{token}" for token in ids]
     for choice in choices:
         for token, top in zip(choice.logprobs.tokens, choice.logprobs.top_logprobs, strict=True):
             assert top is None or (token in top and all(key.startswith("token_id:") for key in top))
@@ -327,6 +327,61 @@ def test_completion_scores_a_prompt_without_generating(client):
     assert answer.choices[0].text == "abc"
     assert answer.choices[0].logprobs.tokens == ["a", "b", "c"]
     assert answer.usage.completion_tokens == 0
+
+
+def joined(stream):
+    """Return the choices of a completion's stream, each as the whole choice that its events add up to, by index."""
+    whole = {}
+    for event in stream:
+        for choice in event.model_dump()["choices"]:
+            known = whole.setdefault(choice["index"], {"text": "", "logprobs": None, "token_ids": []})
+            known["text"] += choice["text"]
+            known["token_ids"] += choice.get("token_ids") or []
+            known["finish_reason"] = choice["finish_reason"]
+            for name in ("prompt_logprobs", "prompt_token_ids"):
+                if choice.get(name) is not None:
+                    assert name not in known
+                    known[name] = choice[name]
+            if (new := choice["logprobs"]) is not None:
+                old = known["logprobs"] or {name: [] for name in new}
+                known["logprobs"] = {name: None if new[name] is None else old[name] + new[name] for name in new}
+    return whole
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"echo": True, "logprobs": 2},
+        {"echo": True, "logprobs": 0},
+        {"echo": True, "logprobs": 1, "max_tokens": 0},
+        {"echo": True, "max_tokens": 0},
+        {"echo": True, "logprobs": 20, "n": 3, "prompt": "é" * 200},
+        {"echo": True, "logprobs": 1, "prompt": [256]},
+        {"echo": True, "logprobs": 1, "extra_body": {"prompt_logprobs": 3, "return_token_ids": True}},
+        {"extra_body": {"prompt_logprobs": 0, "return_token_ids": True}, "n": 2},
+        {"extra_body": {"prompt_logprobs": 2, "truncate_prompt_tokens": 2}, "echo": True},
+        {"prompt": ["ab", [256, 67]], "n": 2, "logprobs": 1, "echo": True},
+    ],
+    ids=str,
+)
+def test_what_a_stream_says_of_the_prompt_equals_the_whole_answer(client, fields):
+    asked = {"model": "fake", "prompt": "abü", "max_tokens": 17} | fields
+    whole = client.completions.create(**asked).model_dump()
+    stream = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    names = ("text", "logprobs", "finish_reason", "token_ids", "prompt_token_ids", "prompt_logprobs")
+    for choice in whole["choices"]:
+        found = joined(stream)[choice["index"]]
+        assert {name: found.get(name) or None for name in names} == {name: choice.get(name) or None for name in names}
+    assert stream[-1].usage.model_dump() == whole["usage"]
+
+
+def test_chat_stream_has_prompt_logprobs_in_its_first_event(client):
+    asked = {"model": "fake", "messages": CHAT, "n": 2, "extra_body": {"prompt_logprobs": 2}}
+    whole = client.chat.completions.create(**asked)
+    first, *rest = client.chat.completions.create(**asked, stream=True)
+    assert first.prompt_logprobs == whole.prompt_logprobs
+    assert first.choices[0].delta.role == "assistant"
+    assert not any(hasattr(event, "prompt_logprobs") for event in rest)
 
 
 def test_best_of_returns_the_likeliest(client, fake):

@@ -1,9 +1,16 @@
-"""Fields that would change the answer are supported or refused by name. Other fields are ignored."""
+"""Fields that would change the answer are supported or refused by name. Only harmless ones are ignored."""
 
 import httpx
 import pytest
 
-from jaxserve.server.schemas.unsupported import UNSUPPORTED, UNSUPPORTED_IN_MESSAGES, UNSUPPORTED_IN_PROMPTS
+from jaxserve.core.bundled import bundled_model_path
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.server.body import MAX_ITEMS
+from jaxserve.server.schemas.chat import ChatBody
+from jaxserve.server.schemas.completions import CompletionBody
+from jaxserve.server.schemas.harmless import HARMLESS, HARMLESS_IN_MESSAGES, HARMLESS_IN_PARTS
+from jaxserve.server.schemas.other import TokenizeBody
+from jaxserve.server.schemas.unsupported import UNSUPPORTED, UNSUPPORTED_IN_MESSAGES, UNSUPPORTED_IN_TOKENIZE
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
 from tests.server.serving import serving
@@ -11,12 +18,9 @@ from tests.server.serving import serving
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": "hi"}, EMBEDDINGS: {"input": "hi"}}
+LONG = {CHAT: {"messages": [{"role": "user", "content": "x" * 1000}]}, COMPLETIONS: {"prompt": "x" * 1000}}
 GENERATE = (CHAT, COMPLETIONS)
-OWN_FIELDS = {  # by endpoint; bodies of other endpoints lack them
-    CHAT: {"top_logprobs", "max_completion_tokens", "enable_thinking", "chat_template_kwargs", "continue_final_message"}
-    | {"add_generation_prompt", "tools", "tool_choice", "thinking_token_budget", "include_reasoning"},
-    COMPLETIONS: {"echo", "suffix", "best_of"},
-}
+FIELDS = {CHAT: ChatBody.model_fields.keys(), COMPLETIONS: CompletionBody.model_fields.keys()}
 TRUNCATED = "truncate_prompt_tokens"
 
 
@@ -27,8 +31,7 @@ def refusal(response):
 
 @pytest.mark.parametrize("path", GENERATE)
 def test_every_unsupported_field_is_refused_by_name(http, path):
-    served = OWN_FIELDS[path] | {"return_token_ids", "return_tokens_as_token_ids", TRUNCATED}
-    for name in UNSUPPORTED.keys() - served:
+    for name in UNSUPPORTED.keys() - FIELDS[path]:
         error = refusal(http.post(path, json=BODIES[path] | {name: {"a": 5}}))
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")
         assert error["message"].startswith(f"{name} is not supported")
@@ -36,10 +39,8 @@ def test_every_unsupported_field_is_refused_by_name(http, path):
 
 @pytest.mark.parametrize("path", GENERATE)
 def test_neutral_values_of_unsupported_fields_are_accepted(http, path):
-    neutral = {name: field.neutral[0] for name, field in UNSUPPORTED.items() if field.neutral}
-    neutral |= {name: None for name, field in UNSUPPORTED.items() if not field.neutral}
-    for name in OWN_FIELDS[path] | {TRUNCATED, "return_token_ids", "return_tokens_as_token_ids"}:
-        del neutral[name]
+    refused = {name: field for name, field in UNSUPPORTED.items() if name not in FIELDS[path]}
+    neutral = {name: field.neutral[0] if field.neutral else None for name, field in refused.items()}
     assert http.post(path, json=BODIES[path] | neutral).status_code == 200
 
 
@@ -51,7 +52,7 @@ def test_neutral_values_of_unsupported_fields_are_accepted(http, path):
         ("min_new_tokens", 5, "min_tokens"),
         ("stop_sequences", ["a"], "stop"),
         ("repeat_penalty", 1.1, "repetition_penalty"),
-        ("allowed_token_ids", [5], "logit_bias"),
+        ("suppress_tokens", [5], "logit_bias"),
         ("do_sample", False, "temperature 0"),
         ("options", {"temperature": 0}, "top level"),
         ("extra_body", {"top_k": 1}, "top level"),
@@ -117,7 +118,7 @@ def test_unsupported_message_field_is_refused(http, name):
     assert refusal(http.post(CHAT, json={"messages": messages}))["param"] == f"messages.1.{name}"
 
 
-def test_empty_and_unknown_message_fields_are_accepted(http):
+def test_empty_and_harmless_message_fields_are_accepted(http):
     empty = {name: [] for name in UNSUPPORTED_IN_MESSAGES} | {"annotations": [], "cache_control": {"type": "ephemeral"}}
     messages = [*MESSAGES, {"role": "assistant", "content": "a", **empty}, *MESSAGES]
     assert http.post(CHAT, json={"messages": messages}).status_code == 200
@@ -126,8 +127,118 @@ def test_empty_and_unknown_message_fields_are_accepted(http):
 def test_tokenize_refuses_only_fields_that_change_the_tokens(http):
     body = {"messages": MESSAGES, "max_completion_tokens": 5, "top_logprobs": 2, "grammar": "a", "temperature": 0}
     assert http.post("/tokenize", json=body).status_code == 200
-    for name in UNSUPPORTED_IN_PROMPTS.keys() - OWN_FIELDS[CHAT]:
+    for name in UNSUPPORTED_IN_TOKENIZE.keys() - TokenizeBody.model_fields.keys():
         assert refusal(http.post("/tokenize", json={"messages": MESSAGES, name: [5]}))["param"] == name
+
+
+@pytest.mark.parametrize("body", [{"tokens": [1], "token_ids": [1]}, {"tokens": [1], "skip_special_tokens": True}])
+def test_detokenize_refuses_fields_that_change_the_text(http, body):
+    assert refusal(http.post("/detokenize", json=body))["param"] == list(body)[1]
+
+
+# harmless and unknown fields
+
+ALL_BODIES = BODIES | {"/tokenize": {"prompt": "hi"}, "/detokenize": {"tokens": [1]}}
+
+
+@pytest.mark.parametrize("path", ALL_BODIES)
+def test_harmless_fields_are_accepted_whatever_their_value(http, path):
+    harmless = {name: {"a": [5]} for name in HARMLESS - {"user", "parallel_tool_calls"}}
+    assert http.post(path, json=ALL_BODIES[path] | harmless).status_code == 200
+
+
+@pytest.mark.parametrize("path", ALL_BODIES)
+def test_unknown_field_is_refused_by_name(http, path):
+    error = refusal(http.post(path, json=ALL_BODIES[path] | {"made_up": [5]}))
+    assert (error["param"], error["code"]) == ("made_up", "unsupported_parameter")
+    assert error["message"] == "made_up is not a known field"
+    assert http.post(path, json=ALL_BODIES[path] | {"made_up": None}).status_code == 200
+
+
+def test_harmless_fields_of_nested_objects_are_accepted(http):
+    part = {"type": "text", "text": "hi"} | {name: {"type": "ephemeral"} for name in HARMLESS_IN_PARTS}
+    message = {"role": "user", "content": [part]} | dict.fromkeys(HARMLESS_IN_MESSAGES, "a")
+    options = {"include_usage": True, "include_obfuscation": False}
+    assert http.post(CHAT, json={"messages": [message], "stream": True, "stream_options": options}).status_code == 200
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
+        ({"messages": [*MESSAGES, {"role": "user", "content": "a", "made_up": 1}]}, "messages.1.made_up"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "made_up": 1}]}]},
+            "messages.0.content.0.made_up",
+        ),
+        ({"response_format": SCHEMA | {"made_up": 1}}, "response_format.made_up"),
+        (
+            {"response_format": {**SCHEMA, "json_schema": {"schema": {}, "made_up": 1}}},
+            "response_format.json_schema.made_up",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unknown_field_of_a_nested_object_is_refused_with_its_place(http, fields, param):
+    error = refusal(http.post(CHAT, json=BODIES[CHAT] | fields))
+    assert (error["param"], error["code"]) == (param, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "meant"),
+    [
+        (CHAT, "temprature", "temperature"),
+        (CHAT, "max_completions_tokens", "max_completion_tokens"),
+        (COMPLETIONS, "logprob", "logprobs"),
+        (EMBEDDINGS, "dimension", "dimensions"),
+        ("/tokenize", "return_token_str", "return_token_strs"),
+    ],
+)
+def test_refusal_of_a_misspelt_field_names_the_nearest_one(http, path, name, meant):
+    message = refusal(http.post(path, json=ALL_BODIES[path] | {name: 1}))["message"]
+    assert message == f"{name} is not a known field: did you mean {meant}?"
+
+
+def test_long_name_of_an_unknown_field_is_cut(http):
+    error = refusal(http.post(COMPLETIONS, json={"prompt": "a", "x" * 1_000_000: 1}))
+    assert len(error["message"]) < 100
+    assert len(error["param"]) == 200
+
+
+@pytest.fixture(scope="module")
+def lenient(fake):
+    with (
+        serving(FakeClient(), ServerSettings(ignore_unknown_fields=True)) as address,
+        httpx.Client(base_url=address.url, timeout=30) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("path", ALL_BODIES)
+def test_ignore_unknown_fields_ignores_names_on_neither_list(lenient, path, caplog):
+    fields = {f"made_up_{i}": "a secret" for i in range(100)}
+    with caplog.at_level("INFO", logger="jaxserve"):
+        assert lenient.post(path, json=ALL_BODIES[path] | fields).status_code == 200
+    assert "ignored 100 unknown fields: 'made_up_0'" in caplog.text
+    assert "a secret" not in caplog.text
+    assert len(caplog.text) < 1000
+
+
+def test_ignore_unknown_fields_ignores_them_in_nested_objects(lenient):
+    message = {"role": "user", "content": [{"type": "text", "text": "a", "made_up": 1}], "made_up": 1}
+    body = {"messages": [message], "stream": True, "stream_options": {"made_up": 1}}
+    assert lenient.post(CHAT, json=body).status_code == 200
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_ignore_unknown_fields_never_ignores_a_field_that_would_change_the_answer(lenient, path):
+    assert refusal(lenient.post(path, json=BODIES[path] | {"mirostat": 2}))["param"] == "mirostat"
+    assert (
+        refusal(lenient.post(CHAT, json={"messages": [MESSAGES[0] | {"prefix": True}]}))["param"] == "messages.0.prefix"
+    )
 
 
 # supported fields
@@ -172,17 +283,70 @@ def test_echo_of_a_truncated_text_is_the_kept_part(http):
 def test_truncation_makes_long_prompts_fit(http, fake, length):
     most = fake.max_model_len
     text = "x" * length + "yz"
-    for body, kept in (({}, most - 1), ({"max_tokens": 12}, most - 12)):
+    left = (({}, 16), ({"max_tokens": 12}, 12), ({"max_tokens": -1}, 1), ({"min_tokens": 20}, 20))
+    for body, kept in ((body, most - tokens) for body, tokens in left):
         assert http.post(COMPLETIONS, json={"prompt": text, TRUNCATED: -1, **body}).status_code == 200
         assert len(fake.seen[-1][0].token_ids) == kept
         assert fake.tokenizer.decode(fake.seen[-1][0].token_ids).endswith("xyz")
     messages = [{"role": "user", "content": text}]
-    assert http.post(CHAT, json={"messages": messages, TRUNCATED: -1, "max_tokens": 12}).status_code == 200
-    assert len(fake.seen[-1][0].token_ids) == most - 12
+    for body, kept in (({"max_tokens": 12}, most - 12), ({}, most - 1), ({"min_tokens": 20}, most - 20)):
+        assert http.post(CHAT, json={"messages": messages, TRUNCATED: -1, **body}).status_code == 200
+        assert len(fake.seen[-1][0].token_ids) == kept
     answer = http.post(EMBEDDINGS, json={"input": [text, "abc"], TRUNCATED: -1}).json()
     assert [entry["embedding"][0] for entry in answer["data"]] == [most, 3]
     answer = http.post(EMBEDDINGS, json={"input": [text, "abc"], TRUNCATED: 2}).json()
     assert [entry["embedding"][0] for entry in answer["data"]] == [2, 2]
+
+
+@pytest.mark.parametrize("keep", [600, 10**30])
+def test_truncation_to_more_than_the_context_refuses_what_does_not_fit(http, fake, keep):
+    most = fake.max_model_len
+    fits = http.post(COMPLETIONS, json={"prompt": "x" * (most - 1), TRUNCATED: keep, "echo": True, "max_tokens": 1})
+    assert fits.json()["choices"][0]["text"] == "x" * (most - 1) + "H"
+    for prompt in ("x" * most, "x" * 100_000, [5] * most, [5] * 100_000):
+        error = refusal(http.post(COMPLETIONS, json={"prompt": prompt, TRUNCATED: keep}))
+        assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+
+
+def test_no_more_text_is_tokenized_than_a_context_can_hold(http, fake, monkeypatch):
+    encode, lengths = fake.tokenizer.encode, []
+
+    def watched(text, *given):
+        lengths.append(len(text))
+        return encode(text, *given)
+
+    monkeypatch.setattr(fake.tokenizer, "encode", watched)
+    for keep in (1, -1, 10**30):
+        http.post(COMPLETIONS, json={"prompt": "x" * 1_000_000, TRUNCATED: keep})
+    assert max(lengths) == fake.tokenizer.max_characters(fake.max_model_len + 1)
+
+
+@pytest.fixture(scope="module")
+def words():
+    """Return a client of a server whose tokens have several characters, and its fake engine."""
+    fake = FakeClient(tokenizer=Tokenizer.load(bundled_model_path()))
+    with serving(fake) as address, httpx.Client(base_url=address.url, timeout=30) as client:
+        yield client, fake
+
+
+@pytest.mark.parametrize("text", ["x" * 1003, "=" * 1001, " " * 1003 + "a", "def f(x):\n    return x" * 30])
+@pytest.mark.parametrize("keep", [1, 3, 30])
+def test_kept_tokens_are_the_last_of_the_whole_text(words, text, keep):
+    http, fake = words
+    assert http.post(COMPLETIONS, json={"prompt": text, TRUNCATED: keep}).status_code == 200
+    assert list(fake.seen[-1][0].token_ids) == fake.tokenizer.encode(text)[-keep:]
+    conversation = {"messages": [{"role": "user", "content": text}]}
+    assert http.post(CHAT, json=conversation | {TRUNCATED: keep, "n": 2}).status_code == 200
+    rendered = http.post("/tokenize", json=conversation).json()["tokens"]
+    assert list(fake.seen[-1][0].token_ids) == rendered[-keep:]
+
+
+def test_echo_of_a_text_that_needs_no_truncation_is_the_text(words):
+    http, _ = words
+    body = {"prompt": "<|endoftext|>a", "echo": True, "max_tokens": 1}
+    texts = {http.post(COMPLETIONS, json=body | more).json()["choices"][0]["text"] for more in ({}, {TRUNCATED: 50})}
+    assert len(texts) == 1
+    assert texts.pop().startswith("<|endoftext|>a")
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -195,6 +359,18 @@ def test_max_tokens_of_minus_one_generates_as_much_as_fits(http, fake):
     for path, body in ((COMPLETIONS, {}), (CHAT, {}), (CHAT, {"max_completion_tokens": -1})):
         assert http.post(path, json=BODIES[path] | {"max_tokens": -1} | body).status_code == 200
         assert fake.seen[-1][1].max_tokens is None
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusal_of_too_many_tokens_has_both_numbers(http, fake, field, stream):
+    path, length = (COMPLETIONS, 2) if field == "max_tokens" else (CHAT, len("User: hi\nAssistant:"))
+    room = fake.max_model_len - length
+    error = refusal(http.post(path, json=BODIES[path] | {field: room + 1, "stream": stream}))
+    assert (error["param"], error["value"], error["limit"]) == (field, room + 1, room)
+    assert error["message"].startswith(f"{field} is {room + 1}, the limit is {room}. ")
+    assert f"The prompt has {length} tokens and leaves {room}" in error["message"]
+    assert http.post(path, json=BODIES[path] | {field: room}).status_code == 200
 
 
 def test_max_tokens_is_clamped_only_with_clamp_max_tokens(http):
@@ -212,6 +388,22 @@ def test_max_tokens_is_clamped_only_with_clamp_max_tokens(http):
             assert clamping.post(path, json=body | {"max_tokens": 3}).status_code == 200
             assert client.seen[-1][1].max_tokens == 3
             assert refusal(clamping.post(path, json=body | {"max_tokens": 0}))["param"] == "max_tokens"
+            assert refusal(clamping.post(path, json=body | {"min_tokens": 64}))["param"] == "min_tokens"
+            streamed = clamping.post(path, json=body | {"stream": True}).text
+            assert '"finish_reason":"stop"' in streamed
+            assert clamping.post(path, json=body | {TRUNCATED: -1, **LONG[path]}).status_code == 200
+            prompt, params, *_ = client.seen[-1]
+            assert (len(prompt.token_ids), params.max_tokens) == (63, 1)  # not a prompt of one token
+        assert clamping.post(COMPLETIONS, json={"prompt": ["a", "b" * 30], "max_tokens": 99}).status_code == 200
+        assert [params.max_tokens for _, params, *_ in client.seen[-2:]] == [63, 34]
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_allowed_token_ids_may_be_as_many_as_the_vocabulary_has(http, fake, path):
+    assert http.post(path, json=BODIES[path] | {"allowed_token_ids": [7, 5]}).status_code == 200
+    assert list(fake.seen[-1][1].allowed_token_ids) == [5, 7]
+    many = [5] * (MAX_ITEMS + fake.info.vocab_size)
+    assert http.post(path, json=BODIES[path] | {"allowed_token_ids": many}).status_code == 200
 
 
 def test_embedding_dimensions_equal_to_the_models_are_accepted(http, fake):

@@ -80,6 +80,7 @@ async def policy(state: State) -> Response:
 async def put_policy(body: PolicyBody, state: State) -> Response:
     """Let another policy decide from now on, or the same one with other settings. The plan in force stays."""
     control = _changeable(state)
+    body.check()
     await asyncio.to_thread(control.set_policy, body.policy, body.settings)
     return json_response(control.status(), 202)
 

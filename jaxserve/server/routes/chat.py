@@ -17,7 +17,7 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
     """Answer a conversation."""
     model = state.check_model(body.model)
     work = await conversation_job(state, body, new_id("chatcmpl"))
-    response = ChatResponse(work.client, work.job, body, model, state.timestamp(), work.form)
+    response = ChatResponse(work.client, work.job, body, model, state.timestamp(), form=work.form)
     headers = {"x-request-id": work.job.id}
     if body.stream:
         return await EventStream.start(request, response.events(), headers)

@@ -2,7 +2,6 @@
 
 from fastapi import APIRouter, Request, Response
 
-from jaxserve.core.errors import RequestError
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.limits import cap_max_tokens, check_params
@@ -27,7 +26,8 @@ async def completions(body: CompletionBody, request: Request, state: State) -> R
     body.check()
     given = parse_prompts(body.prompt, "prompt", state.settings.max_prompts)
     window, clamp = client.info.max_model_len, state.settings.clamp_max_tokens
-    keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, window - max(body.max_tokens or 1, 1))
+    leave = body.tokens_to_leave(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, window, leave)
     with rename_error_fields(body.client_names):
         # Refuse bad parameters before many prompts are tokenized.
         _params(client, body, room=window, clamp=clamp)
@@ -55,8 +55,6 @@ def _params(client: EngineClient, body: CompletionBody, room: int, *, clamp: boo
 
     The default of max_tokens is limited to `room`, and with `clamp` the client's max_tokens is too.
     """
-    if body.scores_only and body.stream:
-        raise RequestError("max_tokens 0 cannot be streamed", field="max_tokens", value=0, limit=1)
     default = min(max(DEFAULT_MAX_TOKENS, body.min_tokens or 0), room)
     asked = 1 if body.scores_only else default if body.max_tokens is None else body.max_tokens
     logprobs = 0 if body.ranked and body.logprobs is None else body.logprobs

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from jaxserve.server.body import parse_body
 from jaxserve.server.offload import off_loop
+from jaxserve.server.schemas.body import IGNORE_UNKNOWN
 
 # Parsing up to this many bytes costs less than handing them to another thread.
 MAX_INLINE_BODY = 16 * 1024
@@ -41,25 +42,26 @@ class JsonRoute(APIRoute):
             if request.method in ("POST", "PUT") and media_type != "application/json":
                 given = repr(media_type[:80]) if media_type else "missing"
                 raise HTTPException(415, f"the header content-type is {given}: it must be application/json")
-            info = request.app.state.server.client().info
-            max_prompt_items = max(info.max_model_len, info.max_queued_tokens)
+            server = request.app.state.server
+            info, lenient = server.client().info, server.settings.ignore_unknown_fields
+            max_token_items = info.vocab_size + max(info.max_model_len, info.max_queued_tokens)
             request = ParsedRequest(request.scope, request.receive)
             if (body := await request.body()) and self.body_field is not None:
                 model, large = self.body_field.field_info.annotation, len(body) > MAX_INLINE_BODY
                 if large:
-                    request.parsed = await off_loop(_read, model, body, max_prompt_items)
+                    request.parsed = await off_loop(_read, model, body, max_token_items, lenient)
                 else:
-                    request.parsed = _read(model, body, max_prompt_items)
+                    request.parsed = _read(model, body, max_token_items, lenient)
             return await handler(request)
 
         return strict
 
 
-def _read(model: type[BaseModel], body: bytes, max_prompt_items: int) -> BaseModel:
+def _read(model: type[BaseModel], body: bytes, max_token_items: int, ignore_unknown: bool) -> BaseModel:
     """Return the validated model of a body. Raise HTTPException, RequestError or RequestValidationError."""
-    value = parse_body(body, max_prompt_items)
+    value = parse_body(body, max_token_items)
     try:
-        return model.model_validate(value)
+        return model.model_validate(value, context={IGNORE_UNKNOWN: ignore_unknown})
     except ValidationError as error:
         complaints = error.errors(include_url=False)[:MAX_VALIDATION_ERRORS]
         raise RequestValidationError([{**first, "loc": ("body", *first["loc"])} for first in complaints]) from None

@@ -23,7 +23,8 @@ async def tokenize(body: TokenizeBody, state: State) -> Response:
     special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
     with rename_error_fields({"prompt": "messages"} if body.prompt is None else {}):
         text = await render(client, body) if body.prompt is None else body.prompt
-        (tokens,) = await encode(client, [text], add_special_tokens=special)
+        (encoded,) = await encode(client, [text], add_special_tokens=special)
+    tokens = encoded.token_ids
     return await off_loop_if_large(len(tokens), _tokens_answer, client, tokens, body.return_token_strs)
 
 
@@ -32,6 +33,7 @@ async def detokenize(body: DetokenizeBody, state: State) -> Response:
     """Return the text of token ids."""
     client = state.client()
     state.check_model(body.model)
+    body.check()
     return await off_loop_if_large(len(body.tokens), _text_answer, client, body.tokens)
 
 

@@ -4,6 +4,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from jaxserve.server.schemas.body import Body, check_fields
+
 
 class AdminResponse(BaseModel):
     """The base of responses that engines may extend with fields of their own."""
@@ -119,12 +121,14 @@ class PolicyInForce(AdminResponse):
     objectives: dict[str, float | None]
 
 
-class PolicyBody(BaseModel):
+class PolicyBody(Body):
     """The policy that decides from now on."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
     # Must equal an entry of `Status.policies`, so that clients cannot make the server load other policy files.
     policy: Annotated[str, Field(min_length=1, max_length=4096)]
     # Those that differ from the policy's own, as in a policy file; null: no limit.
     settings: dict[str, float | int | bool | str | None] | None = None
+
+    def check(self) -> None:
+        """Raise UnsupportedParameter if there is an unknown field, even with --ignore-unknown-fields."""
+        check_fields(self.model_extra or {}, self.__class__.model_fields, {}, ())

@@ -1,12 +1,14 @@
-"""The base class of request bodies: strict types, and unknown fields that are checked by name or ignored."""
+"""The base class of request bodies: strict types, and only fields that are known to be supported or to be harmless."""
 
+import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    PrivateAttr,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -14,9 +16,15 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from jaxserve.core.errors import UnsupportedParameter
+from jaxserve.server.schemas.harmless import HARMLESS
 from jaxserve.server.schemas.unsupported import UNSUPPORTED, Unsupported, check_unsupported
 
 logger = logging.getLogger(__name__)
+
+# The key of pydantic's validation context that tells whether unknown fields are ignored.
+IGNORE_UNKNOWN = "ignore_unknown_fields"
+MAX_NAME = 60  # characters of a field's name that messages repeat, and with which other names are compared
 
 
 def expecting(what: str) -> WrapValidator:
@@ -32,20 +40,66 @@ def expecting(what: str) -> WrapValidator:
 
 
 class Body(BaseModel):
-    """A request body without type conversions. Unknown fields are ignored and their names logged."""
+    """A request body without type conversions. Fields that it does not define are checked by `check_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
+
+    _ignores_unknown: bool = PrivateAttr(False)
 
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, given: Any) -> Any:
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
-    def check_extra(self, table: Mapping[str, Unsupported] = UNSUPPORTED) -> None:
-        """Raise RequestError if an unknown field is in `table`. Log the names of other unknown fields."""
-        extra = self.model_extra or {}
-        check_unsupported(extra, table)
-        if extra:
-            logger.info(
-                "ignored %d unknown fields: %s", len(extra), ", ".join(repr(name[:40]) for name in [*extra][:8])
-            )
+    def model_post_init(self, context: Any, /) -> None:
+        """Remember whether the server ignores unknown fields, which it passes as pydantic's validation context."""
+        self._ignores_unknown = bool(context and context.get(IGNORE_UNKNOWN))
+
+    def check_extra(
+        self,
+        table: Mapping[str, Unsupported] = UNSUPPORTED,
+        harmless: Collection[str] = HARMLESS,
+        place: str = "",
+    ) -> None:
+        """Raise UnsupportedParameter if a field that the body does not define is in `table` or is not `harmless`.
+
+        With --ignore-unknown-fields, ignore and log fields that are neither. `place` is the prefix of a field in the
+        error: its parent and a dot.
+        """
+        extra = self.model_extra
+        if not extra:
+            return
+        known = self.__class__.model_fields
+        ignored = check_fields(extra, known, table, harmless, place, ignore_unknown=self._ignores_unknown)
+        if ignored and not place:
+            names = ", ".join(repr(name[:40]) for name in ignored[:8])
+            logger.info("ignored %d unknown fields: %s", len(ignored), names)
+
+
+def check_fields(
+    given: Mapping[str, Any],
+    known: Collection[str],
+    table: Mapping[str, Unsupported],
+    harmless: Collection[str],
+    place: str = "",
+    *,
+    ignore_unknown: bool = False,
+) -> list[str]:
+    """Return the names of fields that are neither `known` nor in `table` nor `harmless`, if `ignore_unknown`.
+
+    Otherwise raise UnsupportedParameter for the first of them. Raise it for every field in `table` whose value is not
+    neutral.
+    """
+    check_unsupported(given, table, place)
+    unknown = [name for name in given if name not in known and name not in harmless and name not in table]
+    if unknown and not ignore_unknown:
+        raise _unknown_field(unknown[0], known, place, given[unknown[0]])
+    return unknown
+
+
+def _unknown_field(name: str, known: Collection[str], place: str, value: Any) -> UnsupportedParameter:
+    nearest = difflib.get_close_matches(name, sorted(known), n=1) if len(name) <= MAX_NAME else []
+    question = f": did you mean {nearest[0]}?" if nearest else ""
+    shown = name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..."
+    message = f"{place}{shown} is not a known field{question}"
+    return UnsupportedParameter(message, field=f"{place}{name}", value=value)

@@ -7,10 +7,11 @@ from pydantic import FailFast, Field
 from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.engine.chat_template import text_of
 from jaxserve.server.errors import rename_error_fields
-from jaxserve.server.schemas.body import Body, expecting
+from jaxserve.server.schemas.body import Body, check_fields, expecting
 from jaxserve.server.schemas.common import SamplingBody
+from jaxserve.server.schemas.harmless import HARMLESS_IN_MESSAGES, HARMLESS_IN_PARTS
 from jaxserve.server.schemas.tools import ToolsBody, checked_calls
-from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_MESSAGES, check_unsupported
+from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_MESSAGES
 
 RESERVED_VARIABLES = frozenset(
     {"self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
@@ -36,7 +37,7 @@ class ChatMessage(Body):
                 field=f"{place}.role",
                 value=self.role,
             )
-        check_unsupported(self.model_extra or {}, UNSUPPORTED_IN_MESSAGES, f"{place}.")
+        self.check_extra(UNSUPPORTED_IN_MESSAGES, HARMLESS_IN_MESSAGES, f"{place}.")
         given = {
             "name": self.name,
             "reasoning_content": self.reasoning_content or self.reasoning,
@@ -49,7 +50,11 @@ class ChatMessage(Body):
         if not isinstance(self.content, list):
             return self.content or ""
         with rename_error_fields({"messages.content": f"{place}.content"}):
-            return text_of(self.content)
+            text = text_of(self.content)
+        for index, part in enumerate(self.content):
+            where = f"{place}.content.{index}."
+            check_fields(part, ("type", "text"), {}, HARMLESS_IN_PARTS, where, ignore_unknown=self._ignores_unknown)
+        return text
 
 
 class Conversation(ToolsBody):

@@ -1,16 +1,19 @@
 """The sampling parameters that chat and text completions have in common."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, PlainValidator, WithJsonSchema
 
+from jaxserve.core.allowed_tokens import AllowedTokens
 from jaxserve.core.errors import RequestError
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.server.schemas.body import Body, expecting
+from jaxserve.server.schemas.harmless import HARMLESS_IN_STREAM_OPTIONS
 from jaxserve.server.schemas.structured import StructuredBody
 
+TOKEN_IDS = {"type": "array", "items": {"type": "integer"}}
 PRIORITY_BOUND = 2**31
 # The value of max_tokens and truncate_prompt_tokens for as many tokens as fit.
 ALL_THAT_FITS = -1
@@ -25,6 +28,10 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+    def check(self) -> None:
+        """Raise UnsupportedParameter if there is an option that no stream has."""
+        self.check_extra({}, HARMLESS_IN_STREAM_OPTIONS, "stream_options.")
 
 
 class SamplingBody(StructuredBody):
@@ -47,6 +54,7 @@ class SamplingBody(StructuredBody):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
+    allowed_token_ids: Annotated[Sequence[int] | None, PlainValidator(AllowedTokens), WithJsonSchema(TOKEN_IDS)] = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool = False
@@ -75,10 +83,14 @@ class SamplingBody(StructuredBody):
     def check_stream(self) -> None:
         """Raise RequestError if an unsupported field or a combination with `stream` is given."""
         self.check_extra()
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options needs stream to be true", field="stream_options")
-        if self.stream and self.prompt_logprobs is not None:
-            raise RequestError("prompt_logprobs cannot be streamed", field="prompt_logprobs")
+        if self.stream_options is not None:
+            self.stream_options.check()
+            if not self.stream:
+                raise RequestError("stream_options needs stream to be true", field="stream_options")
+
+    def tokens_to_leave(self, asked: int | None) -> int:
+        """Return the tokens for which a prompt must leave room. `asked`: max_tokens, None or -1 for as many as fit."""
+        return max(asked or 1, self.min_tokens or 1, 1)
 
     @property
     def usage_at_end(self) -> bool:
@@ -91,15 +103,18 @@ class SamplingBody(StructuredBody):
         return self.usage_at_end and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
-def prompt_tokens_to_keep(truncate: int | None, room: int) -> int | None:
-    """Return the number of a prompt's last tokens to keep: None for all, and `room` (at least 1) if `truncate` is -1.
+def prompt_tokens_to_keep(truncate: int | None, window: int, leave: int = 0) -> int | None:
+    """Return the number of a prompt's last tokens to keep, None for all.
 
-    Raise RequestError if `truncate` is neither -1 nor at least 1.
+    It is at most `window`, the model's context: a longer prompt is refused. If `truncate` is -1, the prompt leaves room
+    for `leave` tokens, unless it would then have none. Raise RequestError if `truncate` is neither -1 nor at least 1.
     """
-    if truncate is None or truncate >= 1:
-        return truncate
+    if truncate is None:
+        return None
+    if truncate >= 1:
+        return min(truncate, window)
     if truncate == ALL_THAT_FITS:
-        return max(room, 1)
+        return window - leave if leave < window else window - 1
     raise RequestError(
         f"truncate_prompt_tokens is {truncate}: it must be at least 1, or -1 for as many as fit",
         field="truncate_prompt_tokens",

@@ -30,8 +30,6 @@ class CompletionBody(SamplingBody):
                 "suffix is not supported: to fill in the middle, write the model's FIM tokens into the prompt",
                 field="suffix",
             )
-        if self.stream and self.echo and self.logprobs is not None:
-            raise RequestError("echo with logprobs cannot be streamed", field="echo", value=True)
         if self.best_of is None:
             return
         if self.best_of < self.answers:

@@ -7,9 +7,17 @@ from pydantic import FailFast, Field, WithJsonSchema
 from jaxserve.core.errors import RequestError
 from jaxserve.server.schemas.body import Body
 from jaxserve.server.schemas.chat import ChatMessage, Conversation
-from jaxserve.server.schemas.common import PRIORITY_BOUND
+from jaxserve.server.schemas.common import PRIORITY_BOUND, SamplingBody
+from jaxserve.server.schemas.harmless import HARMLESS
 from jaxserve.server.schemas.prompts import PROMPT_SCHEMA
-from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_PROMPTS
+from jaxserve.server.schemas.unsupported import (
+    UNSUPPORTED,
+    UNSUPPORTED_IN_DETOKENIZE,
+    UNSUPPORTED_IN_TOKENIZE,
+)
+
+# Tokens do not depend on how an answer is sampled: clients may send the body of a generation to count its tokens.
+HARMLESS_IN_TOKENIZE = HARMLESS | SamplingBody.model_fields.keys() | UNSUPPORTED.keys() | {"max_tokens", "logprobs"}
 
 
 class EmbeddingBody(Body):
@@ -47,7 +55,7 @@ class TokenizeBody(Conversation):
 
     def check(self) -> None:
         """Raise RequestError unless exactly one of prompt and messages is given."""
-        self.check_extra(UNSUPPORTED_IN_PROMPTS)
+        self.check_extra(UNSUPPORTED_IN_TOKENIZE, HARMLESS_IN_TOKENIZE)
         if (self.prompt is None) == (not self.messages):
             raise RequestError("give either prompt or messages, not both or none", field="prompt")
 
@@ -57,3 +65,7 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: Annotated[list[int], FailFast()]
+
+    def check(self) -> None:
+        """Raise UnsupportedParameter if a field is not supported."""
+        self.check_extra(UNSUPPORTED_IN_DETOKENIZE)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.core.structured import KINDS, StructuredOutput
-from jaxserve.server.schemas.body import Body, expecting
+from jaxserve.server.schemas.body import Body, check_fields, expecting
 
 # The fields at the top level of a body, with the kinds of `StructuredOutput` that they are.
 TOP_LEVEL = {
@@ -75,6 +75,7 @@ def _of_response_format(given: Mapping[str, Any]) -> Iterator[StructuredOutput]:
             raise RequestError(
                 "response_format.json_schema.schema must be a JSON schema", field="response_format.json_schema.schema"
             )
+        check_fields(form, ("schema", "name", "description", "strict"), {}, (), "response_format.json_schema.")
         yield StructuredOutput(json=form["schema"], place="response_format.json_schema.schema")
     elif kind == "json_object":
         schema = asked.pop("schema", None)  # llama.cpp takes a schema here

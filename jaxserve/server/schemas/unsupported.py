@@ -1,7 +1,8 @@
 """Fields of other servers' APIs that would change the answer if they were supported.
 
 Ignoring such a field would give a wrong answer with status 200. Each is refused by name, with the field to send
-instead if one exists. Unknown fields that are not in these tables change no answer and are ignored.
+instead if one exists. A field that is neither in these tables nor in `harmless` is refused too, but without such advice
+and whatever its value, because nobody knows what it would do.
 """
 
 from collections.abc import Iterable, Mapping
@@ -58,17 +59,20 @@ UNSUPPORTED_IN_PROMPTS: Mapping[str, Unsupported] = {
     **_use("truncate_prompt_tokens", "prompt_truncate_len", neutral=()),
     **_use("truncate_prompt_tokens", "context_length_exceeded_behavior", neutral=("error",)),
     **_because("a prompt's last tokens are kept", "truncation_side", "truncation_direction", neutral=("left", "Left")),
-    **_because("send the text in a message", "documents", "context", "input_extra"),
+    **_because("send the text in a message", "documents", "context", "input_extra", "files", "data_sources"),
     **_because("this model reads text only", "images", "image_data", "audio_data", "video_data"),
     **_because("send it as a message with role system", "system", "instructions", "instruction"),
     **_because("send the token ids as prompt to /v1/completions", "input_ids"),
     **_unknown("prompt_embeds", "input_embeds", "negative_prompt", "safe_prompt", "input_prefix", "input_suffix"),
-    **_unknown("prompt_name", "input_type", "task", "context_shift"),
-    **_unknown("raw"),
+    **_unknown("prompt_name", "input_type", "task", "context_shift", "raw", "plugins", "tool_ids", "session_params"),
+    **_use("cache_salt", "extra_key"),
     **_use("add_special_tokens", "add_bos_token", neutral=(True,)),
     **_because("the model's own template is used", "chat_template", "template", "prompt_template"),
     **_because("it is for /v1/chat/completions", "chat_template_kwargs", "enable_thinking", "continue_final_message"),
     **_because("it is for /v1/chat/completions", "add_generation_prompt", neutral=(True,)),
+    **_because("it is for /v1/chat/completions", "messages", "reasoning_effort"),
+    **_because("use reasoning_effort in /v1/chat/completions", "reasoning"),
+    **_because("it is for /v1/completions", "prompt"),
     **_use("enable_thinking or chat_template_kwargs", "think", "thinking", neutral=()),
     **_unknown("truncate_prompt_tokens"),
 }
@@ -79,27 +83,30 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_use("tool_choice", "function_call", neutral=("none", "auto")),
     **_because("tools are for /v1/chat/completions", "tool_choice", neutral=("none", "auto")),
     **_use("response_format", "format", "response_schema", neutral=("",)),
+    **_use("grammar", "grammar_string", neutral=("",)),
+    **_unknown("guided_whitespace_pattern"),
     # lengths and stops under other names
     **_use("max_tokens", "n_predict", "num_predict", "max_new_tokens", "max_length", "max_gen_len", neutral=()),
     **_use("max_tokens", "max_output_tokens", "max_tokens_to_sample", "max_completion_tokens", neutral=()),
-    **_use("min_tokens", "min_new_tokens", "min_length", neutral=(0,)),
+    **_use("min_tokens", "min_new_tokens", "min_length", "minimum_message_content_tokens", neutral=(0,)),
     **_use("stop", "stop_sequences", "stop_sequence", "stop_strings", "stopping_strings", "custom_stopping_strings"),
     **_use("stop", "stop_words", "stop_regex"),
     **_use("stop_token_ids", "eos_token_id", "end_id", neutral=()),
     **_use("ignore_eos", "ban_eos_token", neutral=(False,)),
     **_use("include_stop_str_in_output", "no_stop_trim", neutral=(False,)),
-    **_unknown("t_max_predict_ms", "n_indent", neutral=(0, -1)),
+    **_unknown("t_max_predict_ms", "max_time", "n_indent", neutral=(0, -1)),
     # sampling under other names
     **_use("seed", "random_seed", "sampling_seed", neutral=()),
-    **_use("n", "num_return_sequences", neutral=(1,)),
+    **_use("seed", "sampler_seed", neutral=(-1,)),
+    **_use("n", "num_return_sequences", "n_cmpl", neutral=(1,)),
     **_use("repetition_penalty", "repeat_penalty", "rep_pen", neutral=(1,)),
     **_use("temperature 0", "do_sample", neutral=(True,)),
-    **_use("logit_bias", "allowed_token_ids", neutral=()),
     **_use("logit_bias", "logits_bias", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"),
     **_use("bad_words", "bad_words_ids", "banned_strings", "banned_tokens", "custom_token_bans"),
     # unsupported sampling
     **_unknown("use_beam_search", "logits_processors", "logits_processor", "custom_logit_processor", "custom_params"),
     **_unknown("vllm_xargs", "samplers", "sampler_priority", "sampler_order", "temperature_last", "watermark"),
+    **_unknown("watermarking"),
     **_unknown("dynamic_temperature", "force_words_ids", "repetition_detection", "exponential_decay_length_penalty"),
     **_unknown("forced_bos_token_id", "forced_eos_token_id", "logprob_token_ids", "token_ids_logprob", neutral=()),
     **_unknown("num_beams", "beam_width", "length_penalty", "len_penalty", "guidance_scale", neutral=(1,)),
@@ -107,8 +114,9 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_unknown("mirostat", "mirostat_mode", "dynatemp_range", "xtc_probability", "dry_multiplier", neutral=OFF),
     **_unknown("top_a", "min_keep", "epsilon_cutoff", "eta_cutoff", "smoothing_factor", "skew", neutral=OFF),
     **_unknown("penalty_alpha", "diversity_penalty", "no_repeat_ngram_size", neutral=OFF),
-    **_unknown("top_n_sigma", "nsigma", neutral=(0, -1)),
+    **_unknown("top_n_sigma", "nsigma", "adaptive_target", neutral=(0, -1)),
     **_because("penalties look at all tokens", "repeat_last_n", neutral=(-1,)),
+    **_because("penalties look at all tokens", "rep_pen_range", "repetition_penalty_range", neutral=(-1, 0)),
     **_unknown("penalize_nl", neutral=(False,)),
     **_use("echo", "return_full_text", neutral=(False,)),
     # reasoning
@@ -117,19 +125,22 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_because("it is for /v1/chat/completions", "include_reasoning", neutral=(True,)),
     **_use("include_reasoning", "separate_reasoning", neutral=(True,)),
     **_use("include_reasoning", "reasoning_format", neutral=("auto", "deepseek")),
+    **_unknown("stream_reasoning", neutral=(True,)),
     # contents of the answer
-    **_unknown(
-        "echo", "suffix", "enable_search", "web_search_options", "enable_code_interpreter", "translation_options"
-    ),
+    **_unknown("echo", "suffix", "enable_code_interpreter", "translation_options"),
+    **_unknown("enable_search", "search_options", "search_parameters", "web_search_options"),
+    **_because("an answer is sent in the response to its request", "background", "deferred"),
+    **_because("an answer of this endpoint is sent as a whole", "stream", neutral=(False,)),
     **_unknown("best_of", neutral=(1,)),
     **_use("logprobs", "top_logprobs", "top_logprobs_num", "n_probs", "top_n_tokens", neutral=(0,)),
     **_use("logprobs", "return_logprob", "details", neutral=(False,)),
     **_use("prompt_logprobs", "decoder_input_details", neutral=(False,)),
     **_use("prompt_logprobs", "logprob_start_len", neutral=(-1,)),
-    **_use("return_token_ids", "return_tokens", neutral=(False,)),
+    **_use("return_token_ids", "return_tokens", "return_prompt_token_ids", neutral=(False,)),
     **_use("return_token_ids", "detokenize", neutral=(True,)),
     **_unknown("return_token_ids", "return_tokens_as_token_ids", "return_text_in_logprobs", "post_sampling_probs"),
-    **_unknown("return_hidden_states", "return_routed_experts", "response_fields"),
+    **_unknown("return_hidden_states", "return_routed_experts", "response_fields", "return_meta_info"),
+    **_unknown("return_prompt_text", "return_token_offsets", "return_cached_tokens_details"),
     **_because("this model writes text only", "audio"),
     **_because("this model writes text only", "modalities", neutral=(["text"], [])),
     **_because("this model has one verbosity", "verbosity", neutral=("medium",)),
@@ -143,13 +154,29 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_because("embeddings are little-endian float32", "endianness", neutral=("native", "little")),
     # models and containers of parameters
     **_because("adapters are not served", "lora", "lora_path", "lora_adapters", "lora_request", "adapter_id"),
-    **_because("give its fields at the top level", "options", "parameters", "sampling_params", "extra_body"),
+    **_because("this server computes prompts itself", "kv_transfer_params", "ec_transfer_params"),
+    **_because("this server computes prompts itself", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
+    **_because("give its fields at the top level", "options", "parameters", "params", "sampling_params", "extra_body"),
     **_because("give its fields at the top level", "generation_config", "generationConfig"),
+}
+
+UNSUPPORTED_IN_TOKENIZE: Mapping[str, Unsupported] = {
+    **UNSUPPORTED_IN_PROMPTS,
+    **_use("prompt", "content"),
+    **_use("add_special_tokens", "add_special", neutral=()),
+    **_use("return_token_strs", "with_pieces", neutral=(False,)),
+}
+
+UNSUPPORTED_IN_DETOKENIZE: Mapping[str, Unsupported] = {
+    **_use("tokens", "token_ids", "ids", "input_ids"),
+    **_because("special tokens are part of the text", "skip_special_tokens", neutral=(False,)),
 }
 
 UNSUPPORTED_IN_MESSAGES: Mapping[str, Unsupported] = {
     **_use("tool_calls", "function_call"),
     **_because("this model reads text only", "images", "audio", "videos"),
     **_use("continue_final_message, with add_generation_prompt false,", "prefix", "partial"),
-    **_because("send it as content", "refusal"),
+    **_use("reasoning_content", "thinking"),
+    **_because("send it as content", "refusal", "parts"),
+    **_unknown("invalid_tool_calls"),
 }
