@@ -48,6 +48,8 @@ class _Phase(Enum):
 class ReasonedAnswer:
     """The state of one answer (`core.structured.Matcher`)."""
 
+    static = False
+
     def __init__(self, text: Matcher | None, tags: _Tags):
         self._text, self._tags = text, tags
         self._phase = _Phase.OPEN
