@@ -154,3 +154,22 @@ UNSUPPORTED_IN_MESSAGES: Mapping[str, Unsupported] = {
     **_use("continue_final_message, with add_generation_prompt false,", "prefix", "partial"),
     **_because("send it as content", "refusal"),
 }
+
+CROSS_ENCODER = "this model is not a cross-encoder: a score is the cosine of two embeddings"
+UNSUPPORTED_IN_SCORING: Mapping[str, Unsupported] = {
+    **UNSUPPORTED,
+    **_because(CROSS_ENCODER, "use_activation", "activation", "softmax", "raw_scores"),
+    **_because(CROSS_ENCODER, "instruction", "instructions", "instruct", "task"),
+    **_because(CROSS_ENCODER, "chat_template", "chat_template_kwargs", "score_template", "prompt_template"),
+    **_because("this model reads text only", "mm_processor_kwargs"),
+    **_use("truncate_prompt_tokens", "max_tokens_per_doc", "max_chunks_per_doc", "max_query_length", neutral=()),
+    **_use("truncate_prompt_tokens", "max_doc_length", "overlap", "overlap_tokens", neutral=()),
+    **_because("give the text to rank by as text", "rank_fields"),
+    **_use("documents", "texts"),
+    **_use("return_documents", "return_text"),
+    **_unknown("return_embeddings"),
+}
+
+UNSUPPORTED_IN_DOCUMENTS: Mapping[str, Unsupported] = {
+    **_because("this model reads text only", "image", "images", "audio", "video", "multi_modal", "content"),
+}
