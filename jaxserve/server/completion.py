@@ -22,11 +22,13 @@ NO_TEXT = ""
 class CompletionResponse(GenerationResponse[CompletionBody]):
     """The JSON objects that answer one text completion.
 
-    With n answers per prompt, the choices of prompt p have the indices p * n to p * n + n - 1.
+    With n answers per prompt, the choices of prompt p have the indices p * n to p * n + n - 1. `echoed` has the place
+    of each prompt in the tokens that the engine gets, which may also hold a suffix.
     """
 
     object_type = chunk_type = "text_completion"
 
+    echoed: Sequence[slice]
     _offsets: dict[int, Offsets | None] = field(default_factory=dict)  # by index of a choice that has begun
 
     def _final_choices(self, result: PromptResult) -> list[dict[str, Any]]:
@@ -45,8 +47,9 @@ class CompletionResponse(GenerationResponse[CompletionBody]):
             answer = GeneratedAnswer(i, finish_reason="length")
         steps, token_ids = list[TokenLogprobs | None](answer.logprobs), answer.token_ids
         if self.body.echo:
-            steps = [*(last.prompt_logprobs or ()), *steps]
-            token_ids = [*self.job.prompts[prompt].token_ids, *token_ids]
+            echoed = self.echoed[prompt]
+            steps = [*(last.prompt_logprobs or ())[echoed], *steps]
+            token_ids = [*self.job.prompts[prompt].token_ids[echoed], *token_ids]
         choice = {
             "index": prompt * self.body.answers + i,
             "text": self._echo(prompt) + answer.text,
@@ -93,7 +96,9 @@ class CompletionResponse(GenerationResponse[CompletionBody]):
         if not self.body.echo:
             return NO_TEXT
         given = self.job.prompts[prompt]
-        return self.client.tokenizer.decode(given.token_ids) if given.text is None else given.text
+        if given.text is not None:
+            return given.text
+        return self.client.tokenizer.decode(given.token_ids[self.echoed[prompt]])
 
     def _new_offsets(self) -> Offsets | None:
         if self.body.logprobs is None:

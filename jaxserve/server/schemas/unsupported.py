@@ -119,9 +119,8 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_because("reasoning stays in the text", "separate_reasoning", neutral=(False,)),
     **_because("reasoning stays in the text", "reasoning_format", neutral=("none",)),
     # contents of the answer
-    **_unknown(
-        "echo", "suffix", "enable_search", "web_search_options", "enable_code_interpreter", "translation_options"
-    ),
+    **_because("it is for /v1/completions", "echo", "suffix"),
+    **_unknown("enable_search", "web_search_options", "enable_code_interpreter", "translation_options"),
     **_unknown("best_of", neutral=(1,)),
     **_use("logprobs", "top_logprobs", "top_logprobs_num", "n_probs", "top_n_tokens", neutral=(0,)),
     **_use("logprobs", "return_logprob", "details", neutral=(False,)),
