@@ -105,10 +105,10 @@ class FillInMiddle:
         if keep is not None:
             markers = len(start) + len(self._front) + len(self._gap) + len(self._middle)
             before, after = _nearest(before, after, keep, keep - markers)
+        head: tuple[int, ...] = (*start, *self._front)
+        tail: tuple[int, ...] = (*self._gap, *after, *self._middle)
         if self._suffix_first:
             head, tail = (*start, *self._gap, *after, *self._front), ()
-        else:
-            head, tail = (*start, *self._front), (*self._gap, *after, *self._middle)
         return FimPrompt((*head, *before, *tail), slice(len(head), len(head) + len(before)))
 
     def encode_suffix(self, suffix: str | Sequence[int], keep: int | None = None) -> tuple[int, ...]:
