@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,6 +53,7 @@ def run_batch(
 
     chosen = engine | server | ({} if folder is None else {"model": folder})
     engine_config, settings = resolve(read_config(config) if config else {}, chosen)
+    settings = replace(settings, api_keys=())  # a file for `jaxserve serve` may have some, but there are no clients
     configure_logging("warning")
     check_serves_text(engine_config)
     ensure_file(output_file, "--output-file")
