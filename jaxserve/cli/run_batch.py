@@ -13,6 +13,7 @@ from jaxserve.bench.interrupts import signals_as_ctrl_c
 from jaxserve.cli.options import MODEL, Given, OptionsOf, expand_options
 from jaxserve.cli.terminal import configure_logging, console, progress_bar, show_progress
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import ensure_file
 from jaxserve.server.settings import ServerSettings
 
@@ -51,6 +52,8 @@ def run_batch(
     from jaxserve.server.batch_files import open_batch
     from jaxserve.server.options import read_config, resolve
 
+    if folder is not None and "model" in engine:
+        raise ConfigError(f"the model is given twice, as {folder} and with --model {engine['model']}")
     chosen = engine | server | ({} if folder is None else {"model": folder})
     engine_config, settings = resolve(read_config(config) if config else {}, chosen)
     settings = replace(settings, api_keys=())  # a file for `jaxserve serve` may have some, but there are no clients

@@ -36,9 +36,9 @@ class BadLine(Exception):
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """The request in a line of a batch."""
+    """The request in a line of a batch, without its text. `id` is that of its answer."""
 
-    line: Line
+    id: str
     custom_id: str
     url: str
     body: bytes
@@ -122,8 +122,8 @@ class _Run:
             try:
                 request = await self._request(line)
             except BadLine as bad:
-                self._answers.add_error(line, bad.custom_id, bad.code, str(bad))
-                self._count("failed")
+                self._answers.add_error(line.id, bad.custom_id, bad.code, str(bad))
+                self._count(succeeded=False)
                 continue
             if line.key not in self._batch.answered:
                 await self._window.enter()
@@ -151,8 +151,8 @@ class _Run:
             await self._window.enter()
         if status >= 500:
             self._client.check_health()  # a dead engine ends the run: all other requests would fail as well
-        self._answers.add(request.line, request.custom_id, status, request_id, body)
-        self._count("answered" if status == 200 else "failed")
+        self._answers.add(request.id, request.custom_id, status, request_id or request.id, body)
+        self._count(succeeded=status == 200)
 
     async def _send(self, request: BatchRequest) -> tuple[int, str | None, bytes]:
         """Return the status of the app's response, its id and its body."""
@@ -165,8 +165,9 @@ class _Run:
             status, body, _ = response_parts(error)
             return status, None, to_json(body)
 
-    def _count(self, field: str) -> None:
-        setattr(self._progress, field, getattr(self._progress, field) + 1)
+    def _count(self, *, succeeded: bool) -> None:
+        self._progress.answered += succeeded
+        self._progress.failed += not succeeded
         self._on_progress()
 
 
@@ -191,7 +192,7 @@ def parse_line(line: Line, max_bytes: int) -> BatchRequest:
         raise BadLine("invalid_body", "body must be a JSON object", custom_id)
     if body.get("stream"):
         raise BadLine("unsupported_parameter", "body.stream must be false: a batch has whole responses", custom_id)
-    return BatchRequest(line, custom_id, url, to_json(body, inf_nan_mode="constants"))
+    return BatchRequest(line.id, custom_id, url, to_json(body, inf_nan_mode="constants"))
 
 
 def _shown(value: Any) -> str:

@@ -38,6 +38,11 @@ class Line:
         """A checksum of the line."""
         return digest(b"line %d" % self.number if self.text is None else self.text)
 
+    @property
+    def id(self) -> str:
+        """The id of the line's answer."""
+        return ID + self.key.hex()
+
 
 def read_lines(path: Path, max_bytes: int) -> Iterator[Line]:
     """Yield the lines of an input, holding no more than `max_bytes` of it in memory."""
@@ -109,16 +114,16 @@ class AnswersFile:
         # Unbuffered: each answer is one write, so that an interrupted run leaves whole lines.
         self._file = path.open("ab", buffering=0)
 
-    def add(self, line: Line, custom_id: str, status: int, request_id: str | None, body: bytes) -> None:
-        """Append the response to a request. `body` is JSON without line ends."""
-        start = to_json({"id": _id(line), "custom_id": custom_id})[:-1]
-        response = to_json({"status_code": status, "request_id": request_id or _id(line)})[:-1]
+    def add(self, id: str, custom_id: str, status: int, request_id: str, body: bytes) -> None:
+        """Append the response to a request. `id` is its line's, and `body` is JSON without line ends."""
+        start = to_json({"id": id, "custom_id": custom_id})[:-1]
+        response = to_json({"status_code": status, "request_id": request_id})[:-1]
         self._append(b'%b,"response":%b,"body":%b},"error":null}' % (start, response, body))
 
-    def add_error(self, line: Line, custom_id: str | None, code: str, message: str) -> None:
+    def add_error(self, id: str, custom_id: str | None, code: str, message: str) -> None:
         """Append the error of a line that is no request."""
         error = {"code": code, "message": message}
-        self._append(to_json({"id": _id(line), "custom_id": custom_id, "response": None, "error": error}))
+        self._append(to_json({"id": id, "custom_id": custom_id, "response": None, "error": error}))
 
     def _append(self, answer: bytes) -> None:
         rest = memoryview(answer + b"\n")
@@ -142,10 +147,6 @@ class _Answer(NamedTuple):
 
     key: bytes
     succeeded: bool
-
-
-def _id(line: Line) -> str:
-    return ID + line.key.hex()
 
 
 def _read_answers(path: Path) -> Iterator[_Answer]:

@@ -35,5 +35,5 @@ def embedding_usage(prompts: Sequence[TokensPrompt]) -> dict[str, int]:
 def similarities(left: Sequence[RequestOutput], right: Sequence[RequestOutput]) -> list[float]:
     """Return the cosine of each pair of embeddings, which have length 1. One on the left is paired with all others."""
     a, b = (np.stack([np.asarray(output.embedding, np.float64) for output in side]) for side in (left, right))
-    cosines: list[float] = (a * b).sum(axis=1).tolist()
+    cosines: list[float] = (a * b).sum(axis=1).clip(-1, 1).tolist()
     return cosines

@@ -160,6 +160,7 @@ UNSUPPORTED_IN_SCORING: Mapping[str, Unsupported] = {
     **_because(CROSS_ENCODER, "use_activation", "activation", "softmax", "raw_scores"),
     **_because(CROSS_ENCODER, "instruction", "instructions", "instruct", "task"),
     **_because(CROSS_ENCODER, "chat_template", "chat_template_kwargs", "score_template", "prompt_template"),
+    **_because("scores are those of whole embeddings", "dimensions", "output_dimension", neutral=()),
     **_because("this model reads text only", "mm_processor_kwargs"),
     **_use("truncate_prompt_tokens", "max_tokens_per_doc", "max_chunks_per_doc", "max_query_length", neutral=()),
     **_use("truncate_prompt_tokens", "max_doc_length", "overlap", "overlap_tokens", neutral=()),
