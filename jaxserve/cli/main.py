@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
@@ -16,19 +15,21 @@ from jaxserve._version import __version__
 from jaxserve.cli.bench import app as bench
 from jaxserve.cli.options import (
     IN_TERMINAL,
+    MODEL,
     ChatSamplingOptions,
     Given,
     OptionsOf,
     SamplingOptions,
     expand_options,
-    help_of,
 )
 from jaxserve.cli.plan import app as plan
 from jaxserve.cli.profile import profile
 from jaxserve.cli.quantize import app as quantization
+from jaxserve.cli.run_batch import run_batch
 from jaxserve.cli.sim import sim
 from jaxserve.cli.terminal import (
     Commands,
+    configure_logging,
     console,
     print_error,
     read_stdin,
@@ -60,7 +61,6 @@ app = typer.Typer(
 )
 KEYS = ("JAXSERVE_API_KEY", "JAXSERVE_ADMIN_KEY")  # environment variables
 ENGINE_FIELDS = tuple(field.name for field in options_of(EngineConfig))
-MODEL = next(help_of(field) for field in options_of(EngineConfig) if field.name == "model")
 Model = Annotated[str | None, typer.Option(help=MODEL, rich_help_panel="Model", show_default=False)]
 TerminalOptions = Annotated[Given, OptionsOf(EngineConfig, IN_TERMINAL)]
 
@@ -92,7 +92,7 @@ def serve(
             raise ConfigError(f"{name} is empty: unset it to serve without a key")
     chosen = engine | server | ({} if model is None else {"model": model})
     engine_config, settings = resolve(read_config(config) if config else {}, chosen)
-    _configure_logging(settings.log_level, access=settings.access_log)
+    configure_logging(settings.log_level, access=settings.access_log)
 
     def load() -> "EngineClient":
         from jaxserve.build import build_async_engine
@@ -135,6 +135,7 @@ def chat(
         converse(llm, params, system)
 
 
+app.command(name="run-batch")(run_batch)
 app.command(cls=VllmCommand)(sim)
 app.command()(profile)
 app.add_typer(quantization)
@@ -163,7 +164,7 @@ def _open_llm(model: str | None, engine: Given, sampling: SamplingOptions) -> It
     from jaxserve.core.sampling import SamplingParams
 
     params = SamplingParams(**given_options(sampling))  # raises before the model is loaded
-    _configure_logging("warning", access=False)
+    configure_logging("warning")
     with show_progress() as progress:
         from jaxserve.llm import LLM
 
@@ -171,12 +172,6 @@ def _open_llm(model: str | None, engine: Given, sampling: SamplingOptions) -> It
     with llm:
         _ = llm.tokenizer  # raises if the model has none
         yield llm, params
-
-
-def _configure_logging(level: str, *, access: bool) -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("jaxserve").setLevel(level.upper())
-    logging.getLogger("uvicorn.access").setLevel(logging.INFO if access else logging.WARNING)
 
 
 def _print_ready(url: str, client: "EngineClient", settings: ServerSettings) -> None:

@@ -93,6 +93,9 @@ def help_of(field: OptionField) -> str:
     return f"{field.option.help} Default: {default}." if default else field.option.help
 
 
+MODEL = next(help_of(field) for field in options_of(EngineConfig) if field.name == "model")
+
+
 def _options_of(hint: Any) -> OptionsOf | None:
     if get_origin(hint) is Annotated:
         return next((extra for extra in hint.__metadata__ if isinstance(extra, OptionsOf)), None)

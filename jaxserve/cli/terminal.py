@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import logging
 import signal
 import sys
 import threading
@@ -99,6 +100,13 @@ def print_error(message: str) -> None:
     console.print(f"jaxserve: {message}", style="bold red", markup=False, soft_wrap=True)
 
 
+def configure_logging(level: str, *, access: bool = False) -> None:
+    """Log this package's messages of a level and above, and requests with `access`."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("jaxserve").setLevel(level.upper())
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO if access else logging.WARNING)
+
+
 def replace_unknown_characters() -> None:
     """Write "?" or U+FFFD for characters that a stream cannot encode, instead of failing in the middle of an answer."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -135,7 +143,7 @@ def show_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[Progr
 
     At the end, print how many programs were compiled, if any, and that the next start will load them.
     """
-    with _bar() if console.is_terminal else _lines(clock) as show:
+    with progress_bar() if console.is_terminal else _lines(clock) as show:
         compiling = _Compiling(clock)
 
         def progress(doing: str, done: int, total: int) -> None:
@@ -152,7 +160,8 @@ def show_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[Progr
 
 
 @contextlib.contextmanager
-def _bar() -> Iterator[Progress]:
+def progress_bar() -> Iterator[Progress]:
+    """Show a bar in the terminal, which vanishes at the end."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Bar(*columns, console=console, transient=True) as bar:
         # Rich hides the cursor, which would stay hidden if a signal ends the process at once.

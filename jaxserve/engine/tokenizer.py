@@ -15,6 +15,8 @@ from jaxserve.engine.tokenizer_files import TokenizerFiles, choose_template, voc
 
 TOOL_USE = "tool_use"  # the name of the template that some models have for conversations with tools
 PROBE = "a"  # a text that is encoded to find the special tokens around it
+# A character that no token has in common with others: what follows it is encoded as inside a text.
+ALONE = "\u263a"
 
 
 class Tokenizer:
@@ -109,6 +111,25 @@ class Tokenizer:
             raise RequestError("the text is not valid Unicode (it has a lone surrogate)", field="prompt") from error
         return self._with_edges(ids) if add_special_tokens else ids
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Return the token ids of a text inside another: without the space that sentencepiece puts before a text.
+
+        Raise `RequestError` as `encode`.
+        """
+        if self._byte_table is None or not self._byte_table[1]:
+            return self.encode(text, add_special_tokens=False)
+        start = self._encode(ALONE, False)
+        return self.encode(ALONE + text, add_special_tokens=False)[len(start) :]
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary writes it, or None if there is no such token."""
+        return self._tokenizer.token_to_id(token)
+
+    @property
+    def bos_ids(self) -> tuple[int, ...]:
+        """The bos token if `encode` begins texts with it."""
+        return (self.bos_token_id,) if self._bos.wanted and self.bos_token_id is not None else ()
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids that begin a text. Ids outside the vocabulary are ignored."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -190,7 +211,7 @@ class Tokenizer:
         return b"" if token_id in self.special_ids else self.token_bytes(token_id)
 
     def _id_of(self, token: str | None) -> int | None:
-        return None if token is None else self._tokenizer.token_to_id(token)
+        return None if token is None else self.token_id(token)
 
 
 class _Edge(NamedTuple):

@@ -15,12 +15,20 @@ from jaxserve.server.routes import (
     embeddings,
     models,
     operations,
+    scoring,
     tokenization,
 )
+from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 
-ROUTERS = (chat, completions, embeddings, models, tokenization, operations, admin, dashboard)
+ROUTERS = (chat, completions, embeddings, scoring, models, tokenization, operations, admin, dashboard)
+JSON_ROUTES = tuple(
+    route
+    for module in ROUTERS
+    for route in module.router.routes
+    if isinstance(route, JsonRoute) and "POST" in route.methods
+)
 
 
 def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI:
@@ -30,6 +38,7 @@ def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI
     """
     app = FastAPI(title="jaxserve", summary="OpenAI-compatible API", redirect_slashes=False)
     app.state.server = ServerState(client, settings)
+    app.state.endpoints = tuple(route.path for route in JSON_ROUTES if route.include_in_schema)
     install_handlers(app)
     for module in ROUTERS:
         app.include_router(module.router)

@@ -22,11 +22,13 @@ NO_TEXT = ""
 class CompletionResponse(GenerationResponse[CompletionBody]):
     """The JSON objects that answer one text completion.
 
-    With n answers per prompt, the choices of prompt p have the indices p * n to p * n + n - 1.
+    With n answers per prompt, the choices of prompt p have the indices p * n to p * n + n - 1. `echoed` has the place
+    of each prompt in the tokens that the engine gets, which may also hold a suffix.
     """
 
     object_type = chunk_type = "text_completion"
 
+    echoed: Sequence[slice] = field(kw_only=True)
     _offsets: dict[int, Offsets | None] = field(default_factory=dict)  # by index of a choice that has begun
 
     def _final_choices(self, result: PromptResult) -> list[dict[str, Any]]:
@@ -99,13 +101,16 @@ class CompletionResponse(GenerationResponse[CompletionBody]):
         steps, token_ids = answer.logprobs or (), answer.token_ids
         if not self.body.echo:
             return steps, token_ids
-        return [*scored, *steps], [*self.job.prompts[prompt].token_ids, *token_ids]
+        place = self.echoed[prompt]
+        return [*scored[place], *steps], [*self.job.prompts[prompt].token_ids[place], *token_ids]
 
     def _echo(self, prompt: int) -> str:
         if not self.body.echo:
             return NO_TEXT
         given = self.job.prompts[prompt]
-        return self.client.tokenizer.decode(given.token_ids) if given.text is None else given.text
+        if given.text is not None:
+            return given.text
+        return self.client.tokenizer.decode(given.token_ids[self.echoed[prompt]])
 
     def _new_offsets(self) -> Offsets | None:
         if self.body.logprobs is None:

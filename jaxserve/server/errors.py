@@ -23,6 +23,7 @@ from jaxserve.core.errors import (
     RequestError,
 )
 from jaxserve.server.auth import is_for_operators
+from jaxserve.server.unknown_paths import hint
 
 logger = logging.getLogger(__name__)
 
@@ -73,25 +74,6 @@ MAX_SHOWN = 60  # characters of a value in the message of a validation error
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = MAX_VALUE_LENGTH
-
-# Served endpoints, and the APIs of other servers that clients ask for, by path.
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/models")
-OTHER_APIS = {
-    "/v1/responses": "OpenAI's Responses API",
-    "/v1/messages": "Anthropic's Messages API",
-    "/v1/rerank": "reranking",
-    "/rerank": "reranking",
-    "/v1/score": "scoring",
-    "/score": "scoring",
-    "/v1/moderations": "moderation",
-    "/v1/audio": "audio",
-    "/v1/images": "images",
-    "/v1/files": "files",
-    "/v1/batches": "batches",
-    "/api": "Ollama's API",
-    "/generate": "the API of text-generation-inference",
-    "/generate_stream": "the API of text-generation-inference",
-}
 
 
 class ClientGone(Exception):
@@ -199,22 +181,13 @@ def _with_hint(error: Exception, request: Request) -> Exception:
     path = request.scope["path"][:MAX_VALUE_LENGTH]
     match error:
         case HTTPException(status_code=404, detail="Not Found"):
-            return HTTPException(404, f"unknown path {path!r}: {_hint(path)}")
+            return HTTPException(404, f"unknown path {path!r}: {hint(path, request.app.state.endpoints)}")
         case HTTPException(status_code=405):
             methods = {method.strip() for method in (error.headers or {}).get("Allow", "").split(",")}
             allowed = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
             message = f"method {request.method} is not allowed at {path!r}: choose from {allowed}"
             return HTTPException(405, message, {"allow": allowed})
     return error
-
-
-def _hint(path: str) -> str:
-    for prefix, name in OTHER_APIS.items():
-        if f"{path}/".startswith(f"{prefix}/"):
-            return f"{name} is not served: endpoints are {', '.join(ENDPOINTS)}"
-    meant = [endpoint for endpoint in ENDPOINTS if path.endswith(endpoint.removeprefix("/v1"))]
-    question = f"did you mean {meant[0]}? " if meant else ""
-    return f"{question}endpoints are {', '.join(ENDPOINTS)}; /docs describes all of them"
 
 
 def _request_envelope(error: RequestError) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from typing import Any
 
 from jaxserve.core.errors import PromptTooLong
 from jaxserve.engine.client import EngineClient, TokensPrompt
+from jaxserve.engine.fim import FillInMiddle
 from jaxserve.engine.limits import check_prompt, context_length
+from jaxserve.server.errors import rename_error_fields
 from jaxserve.server.offload import MAX_INLINE_SIZE, off_loop_if_large
 from jaxserve.server.schemas.chat import Conversation
 
@@ -95,6 +97,39 @@ async def tokens_prompts(
 
 def _of_text(text: str, encoded: Encoded) -> TokensPrompt:
     return TokensPrompt(tuple(encoded.token_ids), None if encoded.cut else text)
+
+
+async def fim_prompts(
+    client: EngineClient,
+    fim: FillInMiddle,
+    prompts: Sequence[str | tuple[int, ...]],
+    suffix: str,
+    *,
+    add_special_tokens: bool,
+    keep: int | None = None,
+) -> tuple[list[TokensPrompt], list[slice]]:
+    """Return the prompts for the gaps between each prompt and a suffix, and where in them the given prompts are.
+
+    With `keep`, the tokens nearest to the gap are kept. Raise RequestError if a prompt breaks the model's limits.
+    """
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if keep is None:
+        _check_characters(client, texts)
+        with rename_error_fields({"prompt": "suffix"}):
+            _check_characters(client, [suffix])
+
+    def build() -> tuple[list[TokensPrompt], list[slice]]:
+        with rename_error_fields({"prompt": "suffix"}):
+            after = fim.encode_suffix(suffix, keep)
+        built, places = [], []
+        for prompt in prompts:
+            made = fim.prompt(prompt, after, add_special_tokens=add_special_tokens, keep=keep)
+            check_prompt(client.info, made.token_ids)
+            built.append(TokensPrompt(made.token_ids, prompt if isinstance(prompt, str) and keep is None else None))
+            places.append(made.prefix)
+        return built, places
+
+    return await off_loop_if_large(sum(map(len, texts)) + len(suffix), build)
 
 
 async def render(client: EngineClient, body: Conversation) -> str:

@@ -8,11 +8,14 @@ from hypothesis import given, settings, strategies as st
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.completions import CompletionBody
 from jaxserve.server.schemas.other import DetokenizeBody, EmbeddingBody, TokenizeBody
+from jaxserve.server.schemas.scoring import RerankBody, ScoreBody
 
 BODIES = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/embeddings": EmbeddingBody,
+    "/v1/score": ScoreBody,
+    "/v1/rerank": RerankBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -20,6 +23,9 @@ VALID = {
     "messages": [{"role": "user", "content": "hi"}],
     "prompt": "hi",
     "input": "hi",
+    "text_1": "hi",
+    "text_2": ["hi", "ho"],
+    "query": "hi",
     "tokens": [1, 2],
     "max_tokens": 4,
 }
@@ -44,6 +50,8 @@ def test_arbitrary_body_is_served_or_refused_without_500(http, path, data):
     base = {
         name: value for name, value in VALID.items() if name in names and not (name == "prompt" and path == "/tokenize")
     }
+    if path == "/v1/rerank":
+        base["documents"] = ["hi", {"text": "ho"}]
     body = json.dumps(base | changes)
     answer = http.post(path, content=body, headers={"content-type": "application/json"})
     assert answer.status_code in (200, 400, 404), (body, answer.text)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import zlib
 
 import httpx
@@ -11,6 +12,7 @@ from starlette.testclient import TestClient
 from jaxserve.core.errors import ConfigError
 from jaxserve.server.app import create_app
 from jaxserve.server.settings import ServerSettings
+from jaxserve.server.unknown_paths import FAMILIES, FOREIGN
 from tests.server.fake import FakeClient
 from tests.server.fake_control import FakeControl
 from tests.server.serving import raw_request, serving
@@ -124,16 +126,29 @@ def test_dashboard_with_trailing_slash_redirects_to_working_links(http):
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
-        ("/v1/responses", "OpenAI's Responses API is not served"),
-        ("/v1/responses/resp_1", "OpenAI's Responses API is not served"),
-        ("/v1/messages", "Anthropic's Messages API is not served"),
-        ("/v1/rerank", "reranking is not served"),
-        ("/v1/score", "scoring is not served"),
-        ("/v1/moderations", "moderation is not served"),
-        ("/api/chat", "Ollama's API is not served"),
-        ("/api/tags", "Ollama's API is not served"),
-        ("/generate", "text-generation-inference"),
+        ("/v1/moderations", "OpenAI's API of moderations is not served, no endpoint here has its purpose"),
+        ("/v1/fine_tuning/jobs/1/events", "OpenAI's API of fine tuning is not served, no endpoint here"),
+        ("/v1/audio/transcriptions", "no endpoint here has its purpose"),
+        ("/v1/batches/batch_1/cancel", "use the command jaxserve run-batch"),
+        ("/api/chat", "Ollama's API is not served, use /v1/chat/completions;"),
+        ("/api/generate", "Ollama's API is not served, use /v1/completions;"),
+        ("/api/tags", "use /v1/models;"),
+        ("/api/embeddings", "Ollama's API is not served, use /v1/embeddings;"),
+        ("/api/pull", "Ollama's API is not served, no endpoint here has its purpose"),
+        ("/api/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/generate", "use /v1/completions;"),
+        ("/generate_stream", "use /v1/completions with stream true;"),
+        ("/infill", "llama.cpp's API is not served, use /v1/completions with suffix;"),
+        ("/slots/0", "use /metrics;"),
+        ("/get_model_info", "SGLang's API is not served, use /v1/models;"),
+        ("/pooling", "vLLM's API is not served, use /v1/embeddings;"),
+        ("/v2/chat", "Cohere's API is not served, use /v1/chat/completions;"),
+        ("/v1beta/models/gemini-pro:generateContent", "Gemini's API is not served, use /v1/chat/completions;"),
+        ("/v1beta/openai/chat/completions", "did you mean /v1/chat/completions?"),
         ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/chat/completions/1", "did you mean /v1/chat/completions?"),
+        ("/openai/deployments/fake/completions", "did you mean /v1/completions?"),
         ("/v1/v1/completions", "did you mean /v1/completions?"),
         ("/models", "did you mean /v1/models?"),
         ("/v1/tokenize", "did you mean /tokenize?"),
@@ -150,6 +165,12 @@ def test_unknown_path_returns_404_with_the_endpoints(http, method, path, hint):
     assert repr(path) in error["message"]
     assert hint in error["message"]
     assert "/v1/chat/completions" in error["message"]
+
+
+def test_every_hint_names_a_path_that_is_served(http):
+    for foreign in (*FOREIGN.values(), *FAMILIES.values()):
+        for path in re.findall(r"/[\w/]+", foreign.instead):
+            assert http.get(path).status_code in (200, 405), path
 
 
 def test_long_unknown_path_is_shortened_in_the_error(http):

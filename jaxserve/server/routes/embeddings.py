@@ -1,6 +1,5 @@
 """POST /v1/embeddings."""
 
-import asyncio
 import base64
 from typing import Any
 
@@ -9,9 +8,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
 from jaxserve.core.request import RequestOutput
-from jaxserve.engine.client import EngineClient, TokensPrompt
+from jaxserve.server.embedding import embed_all, embedding_usage
 from jaxserve.server.errors import rename_error_fields
-from jaxserve.server.generation import queue_batches, with_entries
+from jaxserve.server.generation import with_entries
 from jaxserve.server.offload import off_loop_if_large
 from jaxserve.server.prompts import tokens_prompts
 from jaxserve.server.routes.json_route import JsonRoute
@@ -34,33 +33,11 @@ async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Res
     with rename_error_fields({"prompt": "input"}):
         prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens, keep=keep, embed=True)
     request_id = new_id("embd")
-    outputs = await while_connected(request, _embed_all(client, prompts, request_id, body.priority))
-    tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    response = {
-        "object": "list",
-        "model": model,
-        "data": [],
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
+    outputs = await while_connected(request, embed_all(client, prompts, request_id, body.priority))
+    response = {"object": "list", "model": model, "data": [], "usage": embedding_usage(prompts)}
     size = len(outputs) * client.info.hidden_size
     whole = await off_loop_if_large(size, _with_embeddings, response, outputs, body.encoding_format)
     return Response(whole, headers={"x-request-id": request_id}, media_type="application/json")
-
-
-async def _embed_all(
-    client: EngineClient, prompts: list[TokensPrompt], request_id: str, priority: int
-) -> list[RequestOutput]:
-    """Return all embeddings. At the first error, abort the remaining inputs and raise it."""
-    tasks: list[asyncio.Task[RequestOutput]] = []
-    try:
-        for batch in queue_batches(client.info, prompts):
-            async with asyncio.TaskGroup() as group:
-                for i in batch:
-                    embed = client.embed(prompts[i], request_id=f"{request_id}-{i}", priority=priority)
-                    tasks.append(group.create_task(embed))
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _with_embeddings(response: dict[str, Any], outputs: list[RequestOutput], encoding: str) -> bytes:

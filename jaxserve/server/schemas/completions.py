@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from jaxserve.core.errors import RequestError, UnsupportedParameter
+from jaxserve.core.errors import RequestError
 from jaxserve.server.schemas.common import SamplingBody
 from jaxserve.server.schemas.prompts import PROMPT_SCHEMA
 
@@ -25,11 +25,6 @@ class CompletionBody(SamplingBody):
     def check(self) -> None:
         """Raise RequestError if fields contradict each other or are not supported."""
         self.check_stream()
-        if self.suffix:
-            raise UnsupportedParameter(
-                "suffix is not supported: to fill in the middle, write the model's FIM tokens into the prompt",
-                field="suffix",
-            )
         if self.best_of is None:
             return
         if self.best_of < self.answers:

@@ -1,4 +1,4 @@
-"""The request bodies of /v1/embeddings, /tokenize and /detokenize."""
+"""The request bodies of /v1/embeddings, /tokenize and /detokenize, and what all bodies of embedded texts have."""
 
 from typing import Annotated, Any, Literal
 
@@ -20,17 +20,22 @@ from jaxserve.server.schemas.unsupported import (
 HARMLESS_IN_TOKENIZE = HARMLESS | SamplingBody.model_fields.keys() | UNSUPPORTED.keys() | {"max_tokens", "logprobs"}
 
 
-class EmbeddingBody(Body):
-    """Inputs to embed, as in OpenAI's API reference."""
+class EmbeddedBody(Body):
+    """The fields of all bodies whose texts are embedded."""
 
     model: str | None = None
-    input: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
     user: str | None = None
     add_special_tokens: bool = True
     priority: Annotated[int, Field(ge=-PRIORITY_BOUND, lt=PRIORITY_BOUND)] = 0
     truncate_prompt_tokens: int | None = None
+
+
+class EmbeddingBody(EmbeddedBody):
+    """Inputs to embed, as in OpenAI's API reference."""
+
+    input: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
 
     def check(self, hidden_size: int) -> None:
         """Raise RequestError if a field is not supported, or `dimensions` is not the model's `hidden_size`."""

@@ -127,7 +127,8 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_use("include_reasoning", "reasoning_format", neutral=("auto", "deepseek")),
     **_unknown("stream_reasoning", neutral=(True,)),
     # contents of the answer
-    **_unknown("echo", "suffix", "enable_code_interpreter", "translation_options"),
+    **_because("it is for /v1/completions", "echo", "suffix"),
+    **_unknown("enable_code_interpreter", "translation_options"),
     **_unknown("enable_search", "search_options", "search_parameters", "web_search_options"),
     **_because("an answer is sent in the response to its request", "background", "deferred"),
     **_because("an answer of this endpoint is sent as a whole", "stream", neutral=(False,)),
@@ -179,4 +180,24 @@ UNSUPPORTED_IN_MESSAGES: Mapping[str, Unsupported] = {
     **_use("reasoning_content", "thinking"),
     **_because("send it as content", "refusal", "parts"),
     **_unknown("invalid_tool_calls"),
+}
+
+CROSS_ENCODER = "this model is not a cross-encoder: a score is the cosine of two embeddings"
+UNSUPPORTED_IN_SCORING: Mapping[str, Unsupported] = {
+    **UNSUPPORTED,
+    **_because(CROSS_ENCODER, "use_activation", "activation", "softmax", "raw_scores"),
+    **_because(CROSS_ENCODER, "instruction", "instructions", "instruct", "task"),
+    **_because(CROSS_ENCODER, "chat_template", "chat_template_kwargs", "score_template", "prompt_template"),
+    **_because("scores are those of whole embeddings", "dimensions", "output_dimension", neutral=()),
+    **_because("this model reads text only", "mm_processor_kwargs"),
+    **_use("truncate_prompt_tokens", "max_tokens_per_doc", "max_chunks_per_doc", "max_query_length", neutral=()),
+    **_use("truncate_prompt_tokens", "max_doc_length", "overlap", "overlap_tokens", neutral=()),
+    **_because("give the text to rank by as text", "rank_fields"),
+    **_use("documents", "texts"),
+    **_use("return_documents", "return_text"),
+    **_unknown("return_embeddings"),
+}
+
+UNSUPPORTED_IN_DOCUMENTS: Mapping[str, Unsupported] = {
+    **_because("this model reads text only", "image", "images", "audio", "video", "multi_modal", "content"),
 }

@@ -1,0 +1,118 @@
+"""The command `jaxserve run-batch`, which imports its implementation only when it runs, so that --help is fast."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jaxserve.bench.interrupts import signals_as_ctrl_c
+from jaxserve.cli.options import MODEL, Given, OptionsOf, expand_options
+from jaxserve.cli.terminal import configure_logging, console, progress_bar, show_progress
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import ensure_file
+from jaxserve.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from jaxserve.engine.client import EngineClient
+    from jaxserve.server.batch import Progress
+    from jaxserve.server.batch_files import Batch
+
+SERVER_FIELDS = ("served_model_names", "max_body_mb", "max_prompts", "clamp_max_tokens")
+LINE_OVERHEAD_BYTES = 64 * 1024  # of a line, besides the body
+
+
+@expand_options
+def run_batch(
+    folder: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)] = None,
+    *,
+    input_file: Annotated[
+        Path,
+        typer.Option("--input-file", "-i", help="Requests in the format of OpenAI's batches: a line of JSON each."),
+    ],
+    output_file: Annotated[
+        Path, typer.Option("--output-file", "-o", help="File for the answers. If it exists, the batch is continued.")
+    ],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the output instead of continuing the batch.")
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with options, as for `jaxserve serve`.", show_default=False)
+    ] = None,
+    engine: Annotated[Given, OptionsOf(EngineConfig)],
+    server: Annotated[Given, OptionsOf(ServerSettings, SERVER_FIELDS)],
+) -> None:
+    """Answer a file of requests without a server, and continue where an earlier run has ended."""
+    from jaxserve.engine.model_tokenizer import check_serves_text
+    from jaxserve.server.batch import Progress
+    from jaxserve.server.batch_files import open_batch
+    from jaxserve.server.options import read_config, resolve
+
+    if folder is not None and "model" in engine:
+        raise ConfigError(f"the model is given twice, as {folder} and with --model {engine['model']}")
+    chosen = engine | server | ({} if folder is None else {"model": folder})
+    engine_config, settings = resolve(read_config(config) if config else {}, chosen)
+    settings = replace(settings, api_keys=())  # a file for `jaxserve serve` may have some, but there are no clients
+    configure_logging("warning")
+    check_serves_text(engine_config)
+    ensure_file(output_file, "--output-file")
+    with signals_as_ctrl_c():
+        batch = open_batch(input_file, output_file, settings.max_body_bytes + LINE_OVERHEAD_BYTES, overwrite=overwrite)
+        progress = Progress(batch.total, earlier=batch.total - batch.remaining)
+        try:
+            if batch.remaining:
+                _run(engine_config, settings, batch, progress)
+        finally:
+            console.print(_summary(progress, batch), markup=False, soft_wrap=True)
+    if progress.failed:
+        raise typer.Exit(1)
+
+
+def _run(config: EngineConfig, settings: ServerSettings, batch: "Batch", progress: "Progress") -> None:
+    """Load the model, and answer what is left of a batch."""
+    from jaxserve.build import build_async_engine
+
+    with show_progress() as show:
+        client = build_async_engine(config, show)
+    # Where there is no terminal, the line at the end is enough.
+    with progress_bar() if console.is_terminal else contextlib.nullcontext(lambda *_: None) as bar:
+
+        def on_progress() -> None:
+            failed = f" ({progress.failed} failed)" if progress.failed else ""
+            bar(f"requests{failed}", progress.done, progress.total)
+
+        asyncio.run(_answer(client, settings, batch, progress, on_progress))
+
+
+async def _answer(
+    client: "EngineClient",
+    settings: ServerSettings,
+    batch: "Batch",
+    progress: "Progress",
+    on_progress: Callable[[], None],
+) -> None:
+    from jaxserve.server.app import create_app
+    from jaxserve.server.batch import run_batch
+
+    try:
+        await run_batch(create_app(client, settings), batch, progress, on_progress)
+    finally:
+        await client.shutdown()
+
+
+def _summary(progress: "Progress", batch: "Batch") -> str:
+    """Return what has become of a batch, and how to go on."""
+    parts = [f"{progress.earlier + progress.answered} of {progress.total} requests answered"]
+    if progress.earlier:
+        parts[0] += f" ({progress.earlier} of them earlier)"
+    if progress.failed:
+        parts.append(f"{progress.failed} failed")
+    if left := progress.total - progress.done:
+        parts.append(f"{left} left")
+    again = "; the same command tries again" if progress.failed else ""
+    again = "; the same command continues" if left else again
+    return f"{', '.join(parts)}: {batch.output}{again}"

@@ -1,0 +1,39 @@
+"""The embeddings of all inputs of one HTTP request, and their similarity."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxserve.core.request import RequestOutput
+from jaxserve.engine.client import EngineClient, TokensPrompt
+from jaxserve.server.generation import queue_batches
+
+
+async def embed_all(
+    client: EngineClient, prompts: Sequence[TokensPrompt], request_id: str, priority: int
+) -> list[RequestOutput]:
+    """Return all embeddings. At the first error, abort the remaining inputs and raise it."""
+    tasks: list[asyncio.Task[RequestOutput]] = []
+    try:
+        for batch in queue_batches(client.info, prompts):
+            async with asyncio.TaskGroup() as group:
+                for i in batch:
+                    embed = client.embed(prompts[i], request_id=f"{request_id}-{i}", priority=priority)
+                    tasks.append(group.create_task(embed))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def embedding_usage(prompts: Sequence[TokensPrompt]) -> dict[str, int]:
+    """Return OpenAI's usage object for inputs that are embedded."""
+    tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def similarities(left: Sequence[RequestOutput], right: Sequence[RequestOutput]) -> list[float]:
+    """Return the cosine of each pair of embeddings, which have length 1. One on the left is paired with all others."""
+    a, b = (np.stack([np.asarray(output.embedding, np.float64) for output in side]) for side in (left, right))
+    cosines: list[float] = (a * b).sum(axis=1).clip(-1, 1).tolist()
+    return cosines
