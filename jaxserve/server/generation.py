@@ -199,7 +199,7 @@ class GenerationResponse(ABC, Generic[BodyT]):
                 if output.prompt_logprobs is not None:
                     self._prompt_logprobs[prompt] = output.prompt_logprobs
                 for answer in output.outputs:
-                    if self._size_of_prompt(prompt, answer) > MAX_INLINE_SIZE:
+                    if self._begin(prompt, answer) > MAX_INLINE_SIZE:
                         for written in await off_loop(self._write_chunks, prompt, answer, usage):
                             yield written
                     else:
@@ -208,8 +208,11 @@ class GenerationResponse(ABC, Generic[BodyT]):
         if self.body.usage_at_end:
             yield {**self._object(self.chunk_type, []), "usage": self._usage(usage)}
 
-    def _size_of_prompt(self, prompt: int, answer: CompletionOutput) -> int:
-        """Return roughly the number of the prompt's log-probabilities in the next events of an answer."""
+    def _begin(self, prompt: int, answer: CompletionOutput) -> int:
+        """Return roughly the number of the prompt's log-probabilities in the next events: 0 if it is not their first.
+
+        Mark the answer as begun.
+        """
         steps = self._prompt_logprobs.get(prompt)
         if steps is None or (prompt, answer.index) in self._begun:
             return 0

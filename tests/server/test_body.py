@@ -286,6 +286,16 @@ def test_admin_body_with_too_many_items_is_refused():
     assert len(answer.content) < 5000
 
 
+@pytest.mark.parametrize("lenient", [False, True])
+def test_unknown_field_of_an_admin_body_is_always_refused(lenient):
+    app = create_app(FakeClient(control=FakeControl()), ServerSettings(ignore_unknown_fields=lenient))
+    http = TestClient(app, base_url="http://127.0.0.1")
+    answer = http.put("/admin/policy", json={"policy": "manual", "setings": {}})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "setings", "unsupported_parameter")
+    assert error["message"] == "setings is not a known field: did you mean settings?"
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_body_encoding_other_than_utf8_is_named(http, encoding):
     answer = http.post(COMPLETIONS, content='{"prompt": "a"}'.encode(encoding), headers=JSON)
