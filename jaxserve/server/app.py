@@ -13,6 +13,7 @@ from jaxserve.server.routes import (
     completions,
     dashboard,
     embeddings,
+    messages,
     models,
     operations,
     tokenization,
@@ -20,7 +21,7 @@ from jaxserve.server.routes import (
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 
-ROUTERS = (chat, completions, embeddings, models, tokenization, operations, admin, dashboard)
+ROUTERS = (chat, completions, messages, embeddings, models, tokenization, operations, admin, dashboard)
 
 
 def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI:
@@ -28,7 +29,7 @@ def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI
 
     Without a client the app answers probes, and everything else with 503, until `app.state.server.attach(client)`.
     """
-    app = FastAPI(title="jaxserve", summary="OpenAI-compatible API", redirect_slashes=False)
+    app = FastAPI(title="jaxserve", summary="The APIs of OpenAI and Anthropic", redirect_slashes=False)
     app.state.server = ServerState(client, settings)
     install_handlers(app)
     for module in ROUTERS:

@@ -20,14 +20,14 @@ from jaxserve.telemetry import EngineMetrics, Snapshot
 END = "<|end|>"
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer(chat_template: str | None = None) -> Tokenizer:
     """Return a tokenizer with one token per byte and an end token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = HfTokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END])
-    return Tokenizer(tokenizer, special_tokens={"eos_token": END})
+    return Tokenizer(tokenizer, special_tokens={"eos_token": END}, chat_template=chat_template)
 
 
 @dataclass(eq=False)
