@@ -18,8 +18,9 @@ INVALID = "INVALID_JSON"
 class ContentBlocks:
     """The blocks of one answer: thinking, text and tool use, one after the other.
 
-    Clients raise an error at input of a tool that is not JSON. The input is therefore checked before it is sent, unless
-    a grammar makes it valid or the tool is one of `eager_tools`. Meanwhile empty events show that the answer goes on.
+    Clients raise an error at input of a tool that is not JSON. Input is therefore held back until it is complete and has
+    been checked, unless a grammar makes it valid or the tool is one of `eager_tools`. Meanwhile empty deltas show that
+    the answer goes on.
 
     `thinking`: "summarized" shows it, "omitted" leaves its text out, and "none" its blocks too.
     """
@@ -38,11 +39,11 @@ class ContentBlocks:
         for event in self._parser.push(text):
             yield from self._events(event)
 
-    def finish(self) -> Iterator[StreamEvent]:
-        """Yield the last events of the answer."""
+    def finish(self, *, cut: bool) -> Iterator[StreamEvent]:
+        """Yield the last events of the answer. `cut`: it has not been ended by the model."""
         for event in self._parser.finish():
             yield from self._events(event)
-        yield from self._end()
+        yield from self._end(cut=cut)
 
     def _events(self, event: Event) -> Iterator[StreamEvent]:
         match event:
@@ -73,14 +74,14 @@ class ContentBlocks:
         self._index += 1
         yield {"type": "content_block_start", "index": self._index, "content_block": {"type": kind, **empty}}
 
-    def _end(self) -> Iterator[StreamEvent]:
+    def _end(self, *, cut: bool = False) -> Iterator[StreamEvent]:
         """End the open block, if any."""
         if self._open is None:
             return
         if self._open == "thinking":
             yield self._delta("signature_delta", signature=SIGNATURE)
         elif self._held:
-            yield self._delta("input_json_delta", partial_json=_checked("".join(self._held)))
+            yield self._delta("input_json_delta", partial_json=_checked("".join(self._held), cut))
         self._held, self._open = None, None
         yield {"type": "content_block_stop", "index": self._index}
 
@@ -89,18 +90,25 @@ class ContentBlocks:
 
 
 def input_of(arguments: str) -> dict[str, Any]:
-    """Return the object that JSON text says, as far as it has arrived, or an object that holds text that is not JSON.
+    """Return the object that JSON text says, as far as it goes, or an object that holds text that is not JSON.
 
     Clients read the input of a tool in the same way.
     """
+    found = _object_in(arguments or "{}", partial=True)
+    return {INVALID: arguments} if found is None else found
+
+
+def _checked(arguments: str, cut: bool) -> str:
+    """Return valid JSON text for the input of a tool. Of input that has been `cut`, what is complete remains."""
+    if _object_in(arguments) is not None:
+        return arguments
+    return to_json(input_of(arguments) if cut else {INVALID: arguments}).decode()
+
+
+def _object_in(text: str, *, partial: bool = False) -> dict[str, Any] | None:
+    """Return the object that JSON text says, or with `partial` the members that are complete; None for other text."""
     try:
-        value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
+        value = from_json(text, allow_inf_nan=False, allow_partial=partial)
     except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {INVALID: arguments}
-
-
-def _checked(arguments: str) -> str:
-    """Return JSON text for the input of a tool. It may be the beginning of an object that was cut."""
-    found = input_of(arguments)
-    return to_json(found).decode() if found.keys() == {INVALID} else arguments
+        return None
+    return value if isinstance(value, dict) else None

@@ -72,23 +72,23 @@ class MessageResponse:
         """Yield the events for new text, and at the end of the answer those that end the message."""
         yield from blocks.push(answer.text)
         if answer.finish_reason:
-            yield from blocks.finish()
-            stop = self._stop(answer, usage, called=blocks.num_calls > 0)
+            sequence = answer.stop_reason if answer.stop_reason in (self.body.stop_sequences or ()) else None
+            yield from blocks.finish(cut=answer.finish_reason == "length" or sequence is not None)
+            if answer.finish_reason == "length":
+                reason = self._limit(usage)
+            elif sequence is not None:
+                reason = "stop_sequence"
+            else:
+                reason = "tool_use" if blocks.num_calls else "end_turn"
+            stop = {"stop_reason": reason, "stop_sequence": sequence}
             yield {"type": "message_delta", "delta": stop, "usage": _usage(usage)}
             yield {"type": "message_stop"}
 
-    def _stop(self, answer: CompletionOutput | GeneratedAnswer, usage: Usage, *, called: bool) -> dict[str, str | None]:
-        """Return why the answer ended."""
-        sequence = answer.stop_reason if answer.stop_reason in (self.body.stop_sequences or ()) else None
-        if answer.finish_reason == "length":
-            is_full = usage.prompt_tokens + usage.completion_tokens >= self.client.info.max_model_len
-            cut = is_full and usage.completion_tokens < self.body.max_tokens
-            reason = "model_context_window_exceeded" if cut else "max_tokens"
-        elif sequence is not None:
-            reason = "stop_sequence"
-        else:
-            reason = "tool_use" if called else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": sequence}
+    def _limit(self, usage: Usage) -> str:
+        """Return the name of the limit at which the answer was cut."""
+        is_full = usage.prompt_tokens + usage.completion_tokens >= self.client.info.max_model_len
+        by_context = is_full and usage.completion_tokens < self.body.max_tokens
+        return "model_context_window_exceeded" if by_context else "max_tokens"
 
 
 def message_of(events: Iterable[StreamEvent]) -> dict[str, Any]:

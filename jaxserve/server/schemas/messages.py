@@ -170,9 +170,8 @@ class PromptBody(HarmlessFields):
     def _thinking(self, reasons: bool) -> dict[str, Any]:
         if self.thinking is None:
             return {}
-        enabled = self.thinking.type != "disabled"
-        fields = {"enable_thinking": enabled, "include_reasoning": enabled}
-        return fields | {"thinking_token_budget": self.thinking.budget} if reasons else fields
+        budget = self.thinking.budget if reasons else None
+        return {"enable_thinking": self.thinking.type != "disabled", "thinking_token_budget": budget}
 
     def _output(self) -> dict[str, Any]:
         config = self.output_config or OutputConfig()
