@@ -18,9 +18,9 @@ INVALID = "INVALID_JSON"
 class ContentBlocks:
     """The blocks of one answer: thinking, text and tool use, one after the other.
 
-    Clients raise an error at input of a tool that is not JSON. Input is therefore held back until it is complete and has
-    been checked, unless a grammar makes it valid or the tool is one of `eager_tools`. Meanwhile empty deltas show that
-    the answer goes on.
+    Clients raise an error at input of a tool that is not JSON. Input is therefore held back until it is complete and
+    has been checked, unless a grammar makes it valid or the tool is one of `eager_tools`. Meanwhile empty deltas show
+    that the answer goes on.
 
     `thinking`: "summarized" shows it, "omitted" leaves its text out, and "none" its blocks too.
     """

@@ -68,6 +68,19 @@ def test_system_message_stays_in_its_place():
     ]
 
 
+def test_late_system_message_is_text_of_the_user_if_the_template_takes_none():
+    turns = [("system", "Be brief."), ("user", "a"), ("system", "b"), ("assistant", "c"), ("system", [text("d")])]
+    given = [{"role": role, "content": content} for role, content in turns]
+    body = MessagesBody.model_validate({"max_tokens": 10, "messages": given})
+    asked = body.chat(reasons=False, late_system=False)
+    assert [(message.role, message.content) for message in asked.messages] == [
+        ("system", "Be brief."),
+        ("user", "a\n<system>\nb\n</system>"),
+        ("assistant", "c"),
+        ("user", "<system>\nd\n</system>"),
+    ]
+
+
 # turns
 
 

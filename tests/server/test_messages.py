@@ -243,6 +243,17 @@ def test_error_in_a_stream_is_its_last_event():
     }
 
 
+def test_late_system_message_reaches_a_model_whose_template_takes_none():
+    template = (
+        "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+        "{{ raise_exception('system messages come first') }}{% endif %}"
+        "{{ message.role }}: {{ message.content }} {% endfor %}"
+    )
+    http, engine = http_of(template=template)
+    whole(http, system="Be brief.", messages=[*ASK, {"role": "system", "content": "5 tokens left"}])
+    assert engine.seen[-1][0].text == "system: Be brief. user: hi\n<system>\n5 tokens left\n</system> "
+
+
 # errors
 
 

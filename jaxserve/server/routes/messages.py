@@ -53,8 +53,9 @@ async def count_tokens(body: PromptBody, state: State) -> Response:
 
 async def _chat(state: ServerState, body: PromptBody) -> ChatBody:
     """Return the chat completion that a body means."""
-    reasons = state.formats().reasoning is not None
-    return await off_loop_if_large(body.size, partial(body.chat, reasons=reasons))
+    reasons, tokenizer = state.formats().reasoning is not None, state.client().tokenizer
+    chat = partial(body.chat, reasons=reasons, late_system=tokenizer.takes_late_system_messages)
+    return await off_loop_if_large(body.size, chat)
 
 
 def _error_event(error: Exception, request_id: str) -> dict[str, Any]:

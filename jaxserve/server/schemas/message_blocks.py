@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
@@ -22,11 +23,17 @@ class Message(Body):
     content: Content
 
 
-def chat_messages(system: str | list[dict[str, Any]] | None, messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages of a chat completion. Raise RequestError, naming the block, if one is not supported."""
+def chat_messages(
+    system: str | list[dict[str, Any]] | None, messages: Sequence[Message], *, late_system: bool = True
+) -> list[dict[str, Any]]:
+    """Return the messages of a chat completion. Raise RequestError, naming the block, if one is not supported.
+
+    `late_system`: the chat template takes system messages that follow others. Otherwise their text is the user's, in
+    <system> tags.
+    """
     instructions = _text(block for block in _blocks("system", system or []) if not _is_billing(block))
     chat = [{"role": "system", "content": instructions}] if instructions else []
-    for role, blocks in _turns(messages):
+    for role, blocks in _turns(messages, first_late=0 if instructions else 1, late_system=late_system):
         if role == "assistant":
             chat.append(_assistant(blocks))
         elif role == "user":
@@ -36,10 +43,20 @@ def chat_messages(system: str | list[dict[str, Any]] | None, messages: Sequence[
     return chat
 
 
-def _turns(messages: Sequence[Message]) -> Iterator[tuple[str, list[Block]]]:
+def _turns(messages: Sequence[Message], *, first_late: int, late_system: bool) -> Iterator[tuple[str, list[Block]]]:
     """Yield the role and the blocks of each turn. Consecutive messages of one role are one turn, as Anthropic says."""
-    for role, turn in groupby(enumerate(messages), key=lambda numbered: numbered[1].role):
-        yield role, [block for i, message in turn for block in _blocks(f"messages.{i}.content", message.content)]
+    given = [(message.role, _blocks(f"messages.{i}.content", message.content)) for i, message in enumerate(messages)]
+    if not late_system:
+        given[first_late:] = [_in_user_turn(role, blocks) for role, blocks in given[first_late:]]
+    for role, turn in groupby(given, key=itemgetter(0)):
+        yield role, [block for _, blocks in turn for block in blocks]
+
+
+def _in_user_turn(role: str, blocks: Iterable[Block]) -> tuple[str, Iterable[Block]]:
+    """Return a message of the system as one of the user, and other messages unchanged."""
+    if role != "system":
+        return role, blocks
+    return "user", _blocks("", f"<system>\n{_text(blocks)}\n</system>")
 
 
 def _blocks(place: str, content: str | Sequence[Mapping[str, Any]]) -> Iterator[Block]:

@@ -112,13 +112,14 @@ class PromptBody(HarmlessFields):
         blocks = sum(1 if isinstance(message.content, str) else len(message.content) for message in self.messages)
         return 32 * (blocks + len(self.messages) + len(self.tools or ()))
 
-    def chat(self, *, reasons: bool) -> ChatBody:
+    def chat(self, *, reasons: bool, late_system: bool = True) -> ChatBody:
         """Return the chat completion that asks the same. Raise RequestError, naming the field, if there is none.
 
-        `reasons`: the model does so. For other models any limit on reasoning holds.
+        `reasons`: the model does so; for other models any limit on reasoning holds. `late_system`: its chat template
+        takes system messages that follow others.
         """
         self.check_extra(UNSUPPORTED_IN_MESSAGES_API)
-        messages = chat_messages(self.system, self.messages)
+        messages = chat_messages(self.system, self.messages, late_system=late_system)
         last = messages[-1]
         continued = last["role"] == "assistant"
         if continued and (last.get("tool_calls") or not last["content"]):
