@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxserve.core.errors import PromptTooLong
+from jaxserve.core.errors import PromptTooLong, UnsupportedParameter
 
 MESSAGES = "/v1/messages"
 TYPES = {
@@ -19,6 +19,12 @@ TYPES = {
     529: "overloaded_error",
 }
 OVERLOADED = 529  # Anthropic's status for a full queue
+
+
+class ThreadUnsupported(UnsupportedParameter):
+    """Raised when a client wants the server to keep the conversation. Its tool runner then sends the whole one."""
+
+    code = "thread_unsupported_request"
 
 
 def is_messages_path(path: str) -> bool:
@@ -37,11 +43,10 @@ def messages_error(status: int, body: Mapping[str, Any], request_id: str) -> tup
     if error["code"] == "queue_full":
         status = OVERLOADED
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return status, {
-        "type": "error",
-        "error": {"type": kind, "message": error["message"]},
-        "request_id": request_id,
-    }
+    shown: dict[str, Any] = {"type": kind, "message": error["message"]}
+    if error["code"] == ThreadUnsupported.code:
+        shown["details"] = {"error_code": error["code"]}
+    return status, {"type": "error", "error": shown, "request_id": request_id}
 
 
 @contextlib.contextmanager

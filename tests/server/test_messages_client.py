@@ -150,6 +150,30 @@ def test_conversation_with_a_tool_goes_on_with_its_result(answers, server):
     )
 
 
+class ToolUser(FakeClient):
+    """A fake engine that calls a tool once and then says what it returned."""
+
+    async def generate(self, prompt, params, **options):
+        self.script = "It is sunny." if "tool: sunny" in prompt.text else CALL
+        async for output in super().generate(prompt, params, **options):
+            yield output
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_runner_runs_tools_until_the_answer(stream):
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Say the weather of a city."""
+        return f"sunny in {city}"
+
+    engine = ToolUser(max_model_len=8192, tokenizer=scripted().tokenizer)
+    with connected(engine) as client:
+        options = {"model": "fake", "max_tokens": 500, "messages": ASK, "tools": [weather], "betas": ["any"]}
+        last = client.beta.messages.tool_runner(**options, stream=stream).until_done()
+    assert last.content[0].text == "It is sunny."
+    assert "tool: sunny in Zürich 🦊" in engine.seen[-1][0].text
+
+
 def test_stop_sequence_is_named():
     engine = StoppedClient("Hello")
     with connected(engine) as client:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import FailFast, Field
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
+from jaxserve.server.messages_errors import ThreadUnsupported
 from jaxserve.server.schemas.body import Body
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.common import PRIORITY_BOUND
@@ -25,7 +26,6 @@ UNSUPPORTED_IN_MESSAGES_API: Mapping[str, Unsupported] = {
     "reasoning_effort": Unsupported(": use output_config.effort"),
     "mcp_servers": Unsupported(": the client must call these tools itself"),
     "container": Unsupported(": this server runs no code"),
-    "thread": Unsupported(": send the whole conversation"),
     "compaction": Unsupported(": the client must shorten the conversation itself"),
 }
 
@@ -104,6 +104,7 @@ class PromptBody(HarmlessFields):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # its name in the beta
+    thread: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -119,6 +120,8 @@ class PromptBody(HarmlessFields):
         takes system messages that follow others.
         """
         self.check_extra(UNSUPPORTED_IN_MESSAGES_API)
+        if self.thread is not None:
+            raise ThreadUnsupported("thread is not supported: send the whole conversation", field="thread")
         messages = chat_messages(self.system, self.messages, late_system=late_system)
         last = messages[-1]
         continued = last["role"] == "assistant"
