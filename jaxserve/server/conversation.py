@@ -22,13 +22,8 @@ class Conversation:
     form: AnswerFormat
 
 
-async def conversation_job(
-    state: ServerState, body: ChatBody, request_id: str, *, clamp: bool | None = None
-) -> Conversation:
-    """Return the work for a conversation. Raise RequestError if a field of the body or the prompt breaks a limit.
-
-    `clamp`: lower max_tokens if it does not fit after the prompt; None: as the server's settings say.
-    """
+async def conversation_job(state: ServerState, body: ChatBody, request_id: str) -> Conversation:
+    """Return the work for a conversation. Raise RequestError if a field of the body or the prompt breaks a limit."""
     client = state.client()
     body.check()
     keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, client.info.max_model_len - max(body.token_limit or 1, 1))
@@ -38,7 +33,7 @@ async def conversation_job(
     formats = state.formats()
     form = formats.answer_format(body, text)
     length = len(prompt.token_ids)
-    clamp = state.settings.clamp_max_tokens if clamp is None else clamp
+    clamp = state.settings.clamp_max_tokens or body.clamps_max_tokens
     limit = answer_tokens(body.token_limit, client.info.max_model_len - length, clamp=clamp)
     with rename_error_fields(body.client_names):
         params = body.sampling_params(

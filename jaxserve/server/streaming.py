@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,24 +35,25 @@ def event(data: Any) -> bytes:
 
 
 def named_event(data: Mapping[str, Any]) -> bytes:
-    """Return one server-sent event with `data` as JSON, and its type as the event's name."""
-    return f"event: {data['type']}\n".encode() + event(data)
+    """Return one server-sent event with `data` as JSON, whose name is the type in it."""
+    return b"event: " + data["type"].encode() + b"\n" + event(data)
+
+
+def _error_values(error: Exception) -> list[Any]:
+    return [response_parts(error)[1]]
 
 
 @dataclass(frozen=True)
-class EventFormat:
-    """How the events of a stream are written.
+class StreamFormat:
+    """How a stream is written: its values, the values that tell of an error, its end, and what is sent in silence."""
 
-    `event` writes a value. `error` returns the value that reports an error. `ping` is sent in silence, and `end` last.
-    """
-
-    event: Callable[[Any], bytes] = event
-    error: Callable[[Exception], Any] = lambda error: response_parts(error)[1]
-    ping: bytes = PING
+    write: Callable[[Any], bytes] = event
+    errors: Callable[[Exception], Iterable[Any]] = _error_values
     end: bytes = DONE
+    ping: bytes = PING
 
 
-OPENAI_EVENTS = EventFormat()
+COMPLETIONS = StreamFormat()
 
 
 async def disconnected(receive: Receive) -> None:
@@ -83,7 +84,7 @@ async def _cancel(task: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """A response of server-sent events from a generator of JSON values, with an end even after an error.
+    """A response of server-sent events from a generator of JSON values, whose end is sent even after an error.
 
     `start` waits at most one ping interval for the first value, so that a request refused by then gets its proper
     status. A later error becomes an event. After each interval without an event a ping is sent, since proxies and
@@ -98,13 +99,12 @@ class EventStream(Response):
         rest: AsyncGenerator[Any, None],
         headers: Mapping[str, str],
         ping_interval: float,
-        form: EventFormat,
+        form: StreamFormat,
     ):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
-        self._first, self._rest = first, rest
+        self._first, self._rest, self._format = first, rest, form
         self._ping_interval = ping_interval  # seconds
-        self._form = form
         self._silent = True  # no event since the last check of `_ping`
 
     @classmethod
@@ -113,7 +113,7 @@ class EventStream(Response):
         request: Request,
         values: AsyncGenerator[Any, None],
         headers: Mapping[str, str],
-        form: EventFormat = OPENAI_EVENTS,
+        form: StreamFormat = COMPLETIONS,
     ) -> "EventStream":
         """Return the stream once the first value has arrived, or after one ping interval.
 
@@ -147,7 +147,7 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if not self._first.done():
-            await _send_part(send, self._form.ping)
+            await _send_part(send, self._format.ping)
         pings = asyncio.ensure_future(self._ping(send))
         try:
             await self._send_event(send, await self._first)
@@ -156,20 +156,21 @@ class EventStream(Response):
         except Exception as error:
             if not isinstance(error, JaxserveError):
                 logger.exception("a stream failed")
-            await self._send_event(send, self._form.error(error))
+            for value in self._format.errors(error):
+                await self._send_event(send, value)
         finally:
             await _cancel(pings)
-        await send({"type": "http.response.body", "body": self._form.end, "more_body": False})
+        await send({"type": "http.response.body", "body": self._format.end, "more_body": False})
 
     async def _send_event(self, send: Send, value: Any) -> None:
         self._silent = False
-        await _send_part(send, self._form.event(value))
+        await _send_part(send, self._format.write(value))
 
     async def _ping(self, send: Send) -> None:
         while True:
             await asyncio.sleep(self._ping_interval)
             if self._silent:
-                await _send_part(send, self._form.ping)
+                await _send_part(send, self._format.ping)
             self._silent = True
 
 

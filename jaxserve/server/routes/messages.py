@@ -16,7 +16,7 @@ from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.messages import MessagesBody, PromptBody
 from jaxserve.server.state import ServerState, State
-from jaxserve.server.streaming import EventFormat, EventStream, named_event, while_connected
+from jaxserve.server.streaming import EventStream, StreamFormat, named_event, while_connected
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
 PING = named_event({"type": "ping"})
@@ -28,12 +28,12 @@ async def messages(body: MessagesBody, request: Request, state: State) -> Respon
     model = state.check_model(body.model)
     chat = await _chat(state, body)
     with rename_error_fields(body.client_names), announcing_long_prompts():
-        work = await conversation_job(state, chat, f"msg_{uuid.uuid4().hex}", clamp=True)
+        work = await conversation_job(state, chat, f"msg_{uuid.uuid4().hex}")
     response = MessageResponse(work.client, work.job, body, model, work.form)
     request_id = new_request_id()
     headers = {"request-id": request_id, "x-request-id": work.job.id}
     if body.stream:
-        form = EventFormat(named_event, lambda error: _error_event(error, request_id), PING, end=b"")
+        form = StreamFormat(named_event, lambda error: [_error_event(error, request_id)], end=b"", ping=PING)
         return await EventStream.start(request, response.events(), headers, form)
     whole = await while_connected(request, response.whole())
     return Response(whole, headers=headers, media_type="application/json")

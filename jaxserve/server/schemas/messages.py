@@ -1,7 +1,7 @@
 """The request bodies of Anthropic's Messages API, and the chat completions that they mean."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import FailFast, Field
 
@@ -93,6 +93,12 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
+class MessageAsChat(ChatBody):
+    """A message to generate as a chat completion. Anthropic lowers max_tokens to what fits, too."""
+
+    clamps_max_tokens: ClassVar[bool] = True
+
+
 class PromptBody(HarmlessFields):
     """The fields of which a prompt is made, as /v1/messages/count_tokens takes them."""
 
@@ -142,7 +148,7 @@ class PromptBody(HarmlessFields):
             **self._output(),
             **self._sampling(),
         }
-        return ChatBody.model_validate(asked)
+        return MessageAsChat.model_validate(asked)
 
     @property
     def client_names(self) -> dict[str, str]:
