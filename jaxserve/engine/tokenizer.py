@@ -176,6 +176,16 @@ class Tokenizer:
         return self._tool_template.knows_tools
 
     @cached_property
+    def takes_late_system_messages(self) -> bool:
+        """True if the chat template shows system messages that follow other messages."""
+        roles = ("user", "system", "assistant", "user", "system")
+        try:
+            self.apply_chat_template([{"role": role, "content": role} for role in roles])
+        except RequestError:
+            return False
+        return True
+
+    @cached_property
     def special_tokens(self) -> Mapping[str, int]:
         """The ids of all special tokens by their texts."""
         return {text: id for id in sorted(self.special_ids) if (text := self._tokenizer.id_to_token(id)) is not None}

@@ -13,6 +13,7 @@ from jaxserve.server.routes import (
     completions,
     dashboard,
     embeddings,
+    messages,
     models,
     operations,
     scoring,
@@ -22,7 +23,7 @@ from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 
-ROUTERS = (chat, completions, embeddings, scoring, models, tokenization, operations, admin, dashboard)
+ROUTERS = (chat, completions, messages, embeddings, scoring, models, tokenization, operations, admin, dashboard)
 JSON_ROUTES = tuple(
     route
     for module in ROUTERS
@@ -36,7 +37,7 @@ def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI
 
     Without a client the app answers probes, and everything else with 503, until `app.state.server.attach(client)`.
     """
-    app = FastAPI(title="jaxserve", summary="OpenAI-compatible API", redirect_slashes=False)
+    app = FastAPI(title="jaxserve", summary="The APIs of OpenAI and Anthropic", redirect_slashes=False)
     app.state.server = ServerState(client, settings)
     app.state.endpoints = tuple(route.path for route in JSON_ROUTES if route.include_in_schema)
     install_handlers(app)

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxserve.server.auth import PROBES
-from jaxserve.server.errors import MAX_VALUE_LENGTH, error_response, response_parts
+from jaxserve.server.errors import MAX_VALUE_LENGTH, ErrorResponse, response_parts
 
 logger = logging.getLogger(__name__)
 
@@ -280,7 +280,7 @@ def _refuse_requests(app: Any, limit: int) -> Any:
         headers = {"retry-after": "1", "connection": "close"}
         message = f"too many connections are open: the server's limit is {limit} (ulimit -n); try again later"
         error = HTTPException(503, message, headers)
-        await error_response(error)(scope, receive, send)
+        await ErrorResponse(error)(scope, receive, send)
 
     return refuse
 

@@ -43,7 +43,8 @@ def _params(state: ServerState, body: ChatBody, prompt: str, length: int) -> tup
     """Return the format of answers to a prompt of `length` tokens, and the parameters for the engine."""
     info, formats = state.client().info, state.formats()
     form = formats.answer_format(body, prompt)
-    limit = answer_tokens(body.token_limit, info.max_model_len - length, clamp=state.settings.clamp_max_tokens)
+    clamp = state.settings.clamp_max_tokens or body.clamps_max_tokens
+    limit = answer_tokens(body.token_limit, info.max_model_len - length, clamp=clamp)
     with rename_error_fields(body.client_names):
         params = body.sampling_params(
             info.default_sampling,

@@ -1,4 +1,7 @@
-"""Error responses in OpenAI's envelope: {"error": {"message", "type", "param", "code", "value", "limit"}}."""
+"""Error responses in OpenAI's envelope: {"error": {"message", "type", "param", "code", "value", "limit"}}.
+
+At the paths of Anthropic's API they have Anthropic's envelope (`messages_errors`).
+"""
 
 import contextlib
 import logging
@@ -12,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from jaxserve.core.errors import (
     EngineFailed,
@@ -23,6 +27,7 @@ from jaxserve.core.errors import (
     RequestError,
 )
 from jaxserve.server.auth import is_for_operators
+from jaxserve.server.messages_errors import is_messages_path, messages_error, new_request_id
 from jaxserve.server.unknown_paths import hint
 
 logger = logging.getLogger(__name__)
@@ -142,10 +147,21 @@ def response_parts(error: Exception) -> tuple[int, dict[str, Any], dict[str, str
     return 500, body, {"connection": "close"}
 
 
-def error_response(error: Exception) -> Response:
-    """Return the HTTP response that reports an error."""
-    status, body, headers = response_parts(error)
-    return json_response(body, status, headers)
+class ErrorResponse(Response):
+    """The HTTP response that reports an error, in the form of the API that was asked."""
+
+    def __init__(self, error: Exception):
+        self._openai = status, body, headers = response_parts(error)
+        super().__init__(to_json(body), status, headers, media_type="application/json")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not is_messages_path(scope["path"]):
+            await super().__call__(scope, receive, send)
+            return
+        status, body, headers = self._openai
+        request_id = new_request_id()
+        status, body = messages_error(status, body, request_id)
+        await json_response(body, status, {**headers, "request-id": request_id})(scope, receive, send)
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -157,7 +173,7 @@ def install_handlers(app: FastAPI) -> None:
     """Make the app answer every error that leaves a route with an envelope."""
 
     async def on_error(request: Request, error: Exception) -> Response:
-        response = error_response(_with_hint(error, request))
+        response = ErrorResponse(_with_hint(error, request))
         client = request.app.state.server.loaded
         if response.status_code == 400 and client is not None and not is_for_operators(request.scope["path"]):
             client.count_rejection("invalid")

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.server.auth import has_key, is_for_operators, is_public
 from jaxserve.server.body import ENCODINGS, body_too_large, decompress
 from jaxserve.server.body_memory import BodyMemory, HeldBody
-from jaxserve.server.errors import envelope, error_response, json_response
+from jaxserve.server.errors import ErrorResponse, envelope, json_response
 from jaxserve.server.offload import off_loop
 from jaxserve.server.settings import ServerSettings, is_loopback
 
@@ -34,7 +34,7 @@ class ApiKeyGuard:
         headers = {"www-authenticate": "Bearer", **CLOSE}
         message = "a valid API key is required: Authorization: Bearer <key> (or the header api-key or x-api-key)"
         error = HTTPException(401, message, headers)
-        await error_response(error)(scope, receive, send)
+        await ErrorResponse(error)(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
         # request.url is built from the Host header, which can be forged.
@@ -65,10 +65,10 @@ class AdminGuard:
                 "without an admin key this path is open only if no API key is set and the server listens on this "
                 "machine alone: start it with an admin key (--admin-key or JAXSERVE_ADMIN_KEY)"
             )
-            await error_response(HTTPException(403, message, CLOSE))(scope, receive, send)
+            await ErrorResponse(HTTPException(403, message, CLOSE))(scope, receive, send)
         elif not _names_this_machine(scope):
             message = "without an admin key the headers host and origin must name this machine"
-            await error_response(HTTPException(403, message, CLOSE))(scope, receive, send)
+            await ErrorResponse(HTTPException(403, message, CLOSE))(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -94,7 +94,7 @@ class BodyLimit:
             try:
                 body = await self._body(scope, receive, held)
             except HTTPException as error:
-                await error_response(error)(scope, receive, send)
+                await ErrorResponse(error)(scope, receive, send)
                 return
             if body is not None:
                 await self.app(scope, _replay(body, receive), send)

@@ -17,7 +17,7 @@ from tokenizers import (
 )
 
 from jaxserve.core.errors import CheckpointError, ConfigError, RequestError
-from jaxserve.engine.chat_template import MAX_CACHED_ROLES, ChatTemplate
+from jaxserve.engine.chat_template import BUILTIN_TEMPLATES, MAX_CACHED_ROLES, ChatTemplate
 from jaxserve.engine.tokenizer import Tokenizer
 
 SPECIALS = ["<s>", "</s>", "<|a turn|>"]
@@ -145,6 +145,12 @@ def test_token_bytes_join_to_the_encoded_text():
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == "東 quick"
     assert tokenizer.token(ids[-1]).strip() != ""
     assert tokenizer.token(10**6) == ""
+
+
+@pytest.mark.parametrize(("name", "expected"), [("plain", True), ("chatml", True), ("vicuna", False)])
+def test_template_shows_whether_it_takes_late_system_messages(name, expected):
+    tokenizer = Tokenizer(byte_level(), chat_template=BUILTIN_TEMPLATES[name])
+    assert tokenizer.takes_late_system_messages is expected
 
 
 def test_lone_surrogate_is_refused_as_a_request_error():

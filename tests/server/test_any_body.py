@@ -7,12 +7,15 @@ from hypothesis import given, settings, strategies as st
 
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.completions import CompletionBody
+from jaxserve.server.schemas.messages import MessagesBody, PromptBody
 from jaxserve.server.schemas.other import DetokenizeBody, EmbeddingBody, TokenizeBody
 from jaxserve.server.schemas.scoring import RerankBody, ScoreBody
 
 BODIES = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": PromptBody,
     "/v1/embeddings": EmbeddingBody,
     "/v1/score": ScoreBody,
     "/v1/rerank": RerankBody,
@@ -57,3 +60,41 @@ def test_arbitrary_body_is_served_or_refused_without_500(http, path, data):
     assert answer.status_code in (200, 400, 404), (body, answer.text)
     if answer.status_code != 200:
         assert answer.json()["error"]["message"]
+
+
+TYPES = ["text", "tool_use", "tool_result", "thinking", "document", "content", "search_result", "image", "enabled"]
+NAMES = [
+    "type",
+    "text",
+    "id",
+    "name",
+    "input",
+    "tool_use_id",
+    "content",
+    "is_error",
+    "source",
+    "data",
+    "title",
+    "thinking",
+]
+blocks = st.recursive(
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from(TYPES) | small | scalars, max_size=5),
+    lambda inner: st.dictionaries(
+        st.sampled_from(NAMES), st.sampled_from(TYPES) | inner | st.lists(inner, max_size=3), max_size=5
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    turns=st.lists(
+        st.tuples(st.sampled_from(["user", "assistant", "system"]), st.lists(blocks, max_size=3)),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_arbitrary_content_blocks_are_read_or_refused_without_500(http, turns):
+    messages = [{"role": role, "content": content} for role, content in turns]
+    answer = http.post("/v1/messages/count_tokens", json={"messages": messages})
+    assert answer.status_code in (200, 400), (messages, answer.text)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -85,6 +86,25 @@ def test_chat_stream_equals_whole_response(client):
     whole = client.chat.completions.create(**options).choices[0].message.content
     chunks = client.chat.completions.create(**options, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole != ""
+
+
+def test_message_calls_the_tool_that_it_must_call(server):
+    city = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]}
+    fields = {
+        "model": httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"],
+        "messages": CHAT,
+        "max_tokens": 200,
+        "tools": [{"name": "weather", "input_schema": city}],
+        "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
+        "extra_body": {"temperature": 0},
+    }
+    with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as client:
+        (call,) = client.messages.create(**fields).content
+        with client.messages.stream(**fields) as stream:
+            (streamed,) = stream.get_final_message().content
+    assert call.name == streamed.name == "weather"
+    assert call.input == streamed.input
+    assert call.input["city"] in ("Bern", "Rome")
 
 
 def test_answers_do_not_depend_on_concurrent_requests(client):

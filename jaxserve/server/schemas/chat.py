@@ -1,6 +1,6 @@
 """The request body of /v1/chat/completions."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import FailFast, Field
 
@@ -98,6 +98,8 @@ class Conversation(ToolsBody):
 
 class ChatBody(Conversation, SamplingBody):
     """A chat completion as in OpenAI's API reference, with vLLM's additional sampling parameters."""
+
+    clamps_max_tokens: ClassVar[bool] = False  # max_tokens is lowered if it does not fit after the prompt
 
     add_special_tokens: bool = False  # the chat template writes them
     max_tokens: int | None = None
