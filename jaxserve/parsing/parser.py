@@ -6,6 +6,7 @@ from jaxserve.parsing.events import CallBegun, TextDelta
 from jaxserve.parsing.formats.base import ToolFormat
 from jaxserve.parsing.reasoning import ReasoningSection, reasoning
 from jaxserve.parsing.source import Incremental, Parsing, Source
+from jaxserve.parsing.text_output import without_separators
 from jaxserve.parsing.tools import ToolUse
 
 
@@ -31,10 +32,9 @@ class AnswerFormat:
             yield from reasoning(source, self.section)
         if self.form is None or self.use is None:
             yield from _text(source)
-        elif self.use.parallel:
-            yield from self.form.parse(source, self.use.tools)
-        else:
-            yield from _first_call(self.form.parse(source, self.use.tools))
+            return
+        events = without_separators(self.form.parse(source, self.use.tools))
+        yield from events if self.use.parallel else _first_call(events)
 
 
 def _text(source: Source) -> Parsing[None]:
@@ -42,14 +42,13 @@ def _text(source: Source) -> Parsing[None]:
     done = False
     while not done:
         text, _, done = yield from source.piece(())
-        if text:
-            yield TextDelta(text)
+        yield TextDelta(text)
 
 
-def _first_call(parsing: Parsing[None]) -> Parsing[None]:
+def _first_call(events: Parsing[None]) -> Parsing[None]:
     """Yield the events up to the end of the first call, and take but leave out what follows."""
     calls = 0
-    for event in parsing:
+    for event in events:
         calls += isinstance(event, CallBegun)
         if event is None or (calls <= 1 and not (calls and isinstance(event, TextDelta))):
             yield event

@@ -1,0 +1,112 @@
+"""What formats need to know about the JSON schemas of tools."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.core.structured import JSON_WHITESPACE
+from jaxserve.parsing.tools import Tool
+
+MAX_DEPTH = 16  # references and alternatives inside each other, which may be endless
+DEFINITIONS = ("$defs", "definitions")
+NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a tool. `schema` is that of its values, with the definitions that it may refer to."""
+
+    name: str
+    schema: Any
+    required: bool
+
+    @property
+    def types(self) -> frozenset[str]:
+        """The names of the JSON types that values may have; none if they may have any."""
+        return frozenset(kind for schema in self.alternatives for kind in _types(schema))
+
+    @property
+    def alternatives(self) -> list[Mapping[str, Any]]:
+        """The schemas of which values must follow one, without references."""
+        return list(_alternatives(self.schema, self.schema, 0))
+
+
+def object_schema(tool: Tool) -> dict[str, Any]:
+    """Return the JSON schema of a tool's arguments."""
+    return {"type": "object", **(NO_PARAMETERS if tool.parameters is None else tool.parameters)}
+
+
+def parameters_of(tool: Tool) -> dict[str, Parameter]:
+    """Return the parameters of a tool by name, those that are required first."""
+    root = object_schema(tool)
+    schema = _resolved(root, root)
+    required = [name for name in _list(schema.get("required")) if isinstance(name, str)]
+    properties = {**dict.fromkeys(required, True), **_mapping(schema.get("properties"))}
+    definitions = {key: root[key] for key in DEFINITIONS if key in root}
+    return {
+        name: Parameter(name, {**values, **definitions} if isinstance(values, Mapping) else values, name in required)
+        for name, values in sorted(properties.items(), key=lambda item: item[0] not in required)
+    }
+
+
+def json_rule(schema: Any, strict: bool) -> str:
+    """Return an expression of Lark for JSON that follows a schema.
+
+    Keywords that llguidance does not support are left out of account, unless the schema is meant strictly.
+    """
+    options = {"whitespace_pattern": JSON_WHITESPACE, "lenient": not strict}
+    return f"%json {json.dumps({**_mapping(schema), 'x-guidance': options})}"
+
+
+def listed_values(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the values that a schema lists, none if it lists none."""
+    return [schema["const"]] if "const" in schema else _list(schema.get("enum"))
+
+
+def _alternatives(schema: Any, root: Any, depth: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the schemas of which values must follow one."""
+    schema = dict(_resolved(schema, root))
+    for part in _list(schema.pop("allOf", None)):
+        schema = {**_resolved(part, root), **schema}
+    choices = [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
+    if not choices or depth > MAX_DEPTH or "type" in schema:
+        yield schema
+        return
+    for choice in choices:
+        yield from _alternatives(choice, root, depth + 1)
+
+
+def _types(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the types that a schema names, or those of the values that it lists."""
+    named = schema.get("type")
+    kinds = [named] if isinstance(named, str) else _list(named) or map(type_name, listed_values(schema))
+    yield from (kind for kind in kinds if isinstance(kind, str))
+
+
+def type_name(value: Any) -> str:
+    """Return the name of a JSON value's type, "integer" for whole numbers."""
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "number"
+    names = {bool: "boolean", int: "integer", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
+    """Return a schema, or the one in the same document that it refers to."""
+    for _ in range(MAX_DEPTH):
+        reference = _mapping(schema).get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            break
+        schema = root
+        for key in filter(None, reference[1:].split("/")):
+            schema = _mapping(schema).get(key.replace("~1", "/").replace("~0", "~"))
+    return _mapping(schema)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
