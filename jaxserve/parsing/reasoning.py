@@ -30,13 +30,13 @@ class ReasoningFormat:
     def after(self, prompt: str) -> "ReasoningSection | None":
         """Return the section of answers to a prompt, None if the prompt itself ends the reasoning."""
         prompt = prompt.rstrip()
-        if prompt.endswith(self.end):
+        if prompt.endswith((self.end, *self.ends)):
             return None
-        return ReasoningSection(self, begun=self.always or prompt.endswith(self.start))
+        return ReasoningSection(self, begun=self.always or prompt.endswith((self.start, *self.starts)))
 
     def inside(self, answer: str) -> "ReasoningSection | None":
         """Return the section of the continuation of an answer, None if its reasoning is complete or it has none."""
-        if answer.rfind(self.start) > answer.rfind(self.end):
+        if _last(answer, (self.start, *self.starts)) > _last(answer, (self.end, *self.ends)):
             return ReasoningSection(self, begun=True)
         return None if answer.strip() else self.after("")
 
@@ -60,6 +60,11 @@ def reasoning(source: Source, section: ReasoningSection) -> Parsing[None]:
         piece, _, done = yield from source.piece((form.end, *form.ends))
         yield ReasoningDelta(text.add(piece))
     yield from source.space()
+
+
+def _last(text: str, tags: tuple[str, ...]) -> int:
+    """Return the position of the last of the tags, -1 if there is none."""
+    return max(text.rfind(tag) for tag in tags)
 
 
 def _start(source: Source, tags: tuple[str, ...]) -> Parsing[bool | None]:

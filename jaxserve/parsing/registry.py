@@ -6,25 +6,25 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.parsing.formats.base import ToolFormat
 from jaxserve.parsing.formats.deepseek import DeepSeekV3, DeepSeekV31, KimiK2
 from jaxserve.parsing.formats.hermes import Hermes, InternLM
-from jaxserve.parsing.formats.json_list import Granite, Hunyuan, Jamba, Phi4Mini
+from jaxserve.parsing.formats.json_list import Granite, Jamba, Phi4Mini
 from jaxserve.parsing.formats.llama3_json import Llama3Json
 from jaxserve.parsing.formats.mistral import Mistral
 from jaxserve.parsing.formats.pythonic import Llama4Pythonic, Olmo3, Pythonic
-from jaxserve.parsing.formats.xml import Glm45, MiniMaxM2, Qwen3Coder, SeedOss
+from jaxserve.parsing.formats.xml import Glm45, Glm47, MiniMaxM2, Qwen3Coder, SeedOss
 from jaxserve.parsing.reasoning import ReasoningFormat
 
 AUTO, NONE = "auto", "none"
 
 FORMATS = (
-    *(Hermes(), InternLM(), Granite(), Hunyuan(), Jamba(), Phi4Mini(), Llama3Json(), Mistral()),
+    *(Hermes(), InternLM(), Granite(), Jamba(), Phi4Mini(), Llama3Json(), Mistral()),
     *(Pythonic(), Llama4Pythonic(), Olmo3(), DeepSeekV3(), DeepSeekV31(), KimiK2()),
-    *(Qwen3Coder(), Glm45(), MiniMaxM2(), SeedOss()),
+    *(Qwen3Coder(), Glm45(), Glm47(), MiniMaxM2(), SeedOss()),
 )
 TOOL_PARSERS: Mapping[str, ToolFormat] = {
     **{form.name: form for form in FORMATS},
     "granite4": Hermes(),
+    "hunyuan_a13b": Jamba(),
     "qwen3_xml": Qwen3Coder(),
-    "glm47": Glm45(),
 }
 
 # `always` is for models that only ever think, and whose chat templates do not all show the start tag in the prompt.
@@ -59,26 +59,26 @@ TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("seed_oss", ("<seed:tool_call>",)),
+    ("glm47", ("<tool_call>", "<arg_key>", "</arg_key><arg_value>")),
     ("glm45", ("<tool_call>", "<arg_key>")),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("mistral", ("[TOOL_CALLS]",)),
     ("internlm", ("<|action_start|>", "<|plugin|>")),
     ("phi4_mini_json", ("functools[",)),
     ("granite", ("<|tool_call|>",)),
-    ("hunyuan_a13b", ("<tool_calls>[", "<|extra_0|>")),
     ("jamba", ("<tool_calls>", "</tool_calls>")),
     ("olmo3", ("<function_calls>",)),
     ("hermes", ("<tool_call>", "</tool_call>")),
     ("llama4_pythonic", ("<|header_start|>", "[func_name1(")),
     ("pythonic", ("[func_name1(",)),
-    ("llama3_json", ('"parameters": dictionary of argument name',)),
+    ("llama3_json", ('"parameters": dictionary',)),
     ("llama3_json", ("<|python_tag|>",)),
 )
 REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mistral", ("[THINK]",)),
     ("seed_oss", ("<seed:think>",)),
     ("granite", ("Here is my thought process:",)),
-    ("deepseek_v31", ("<｜tool▁calls▁begin｜>", "thinking", "</think>")),
+    ("deepseek_v31", ("<｜Assistant｜>", "thinking", "</think>")),
     ("deepseek_r1", ("<｜Assistant｜>", "</think>")),
     ("minimax_m2", ("]~b]ai", "<think>")),
     ("glm45", ("<|assistant|>", "<arg_key>", "</think>")),

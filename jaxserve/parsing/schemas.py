@@ -5,11 +5,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.core.errors import RequestError
 from jaxserve.core.structured import JSON_WHITESPACE
 from jaxserve.parsing.tools import Tool
 
 MAX_DEPTH = 16  # references and alternatives inside each other, which may be endless
 DEFINITIONS = ("$defs", "definitions")
+# What cannot be said about the parameters of a tool as a whole where each is written by itself.
+OF_OBJECTS = ("minProperties", "maxProperties", "propertyNames", "dependentRequired", "dependentSchemas")
+COMBINATIONS = ("anyOf", "oneOf", "allOf", "not", "if")
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 
 
@@ -75,6 +79,18 @@ def _alternatives(schema: Any, root: Any, depth: int) -> Iterator[Mapping[str, A
         return
     for choice in choices:
         yield from _alternatives(choice, root, depth + 1)
+
+
+def refuse(schema: Mapping[str, Any], keywords: tuple[str, ...], tool: Tool) -> None:
+    """Raise `RequestError` if a strict tool's schema has one of the keywords, which cannot be enforced."""
+    found = next((key for key in keywords if key in schema), None)
+    if found and tool.strict:
+        raise RequestError(
+            f"{tool.place}: calls of {tool.name!r} cannot be held to the keyword {found!r} in the format in which the "
+            "model writes them: leave it out, or set strict to false",
+            field=tool.place,
+            value=found,
+        )
 
 
 def _types(schema: Mapping[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Calls as a JSON list after a marker: Granite 3, Phi-4-mini, Jamba, Hunyuan, earlier models of Mistral."""
+"""Calls as a JSON list after a marker: Granite 3, Phi-4-mini, Jamba, Hunyuan-A13B, earlier models of Mistral."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -63,12 +63,6 @@ class Jamba(JsonList):
     close = "</tool_calls>"
     opening = "<tool_calls>["
     closing = "]</tool_calls>"
-
-
-class Hunyuan(Jamba):
-    """The format of Jamba."""
-
-    name = "hunyuan_a13b"
 
 
 def _next(source: Source, before: str) -> Parsing[Head | None]:

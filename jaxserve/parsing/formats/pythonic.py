@@ -11,7 +11,7 @@ from jaxserve.parsing.formats.base import NAME_RUN, ToolFormat, names_of, writab
 from jaxserve.parsing.formats.hermes import end_tag
 from jaxserve.parsing.json_text import Head
 from jaxserve.parsing.python_text import to_json
-from jaxserve.parsing.schemas import json_rule, parameters_of
+from jaxserve.parsing.schemas import COMBINATIONS, OF_OBJECTS, json_rule, object_schema, parameters_of, refuse
 from jaxserve.parsing.source import Parsing, Source
 from jaxserve.parsing.tools import Tool
 
@@ -61,6 +61,7 @@ class Pythonic(ToolFormat):
 
     def arguments(self, tool: Tool, rule: str) -> Iterator[str]:
         """Yield a rule for keywords with JSON values, those that are required first and all others optional."""
+        refuse(object_schema(tool), OF_OBJECTS + COMBINATIONS, tool)
         parameters = list(parameters_of(tool).values())
         required = [f"{rule}_{i}" for i, parameter in enumerate(parameters) if parameter.required]
         optional = [f"{rule}_{i}" for i, parameter in enumerate(parameters) if not parameter.required]

@@ -5,18 +5,26 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from jaxserve.core.errors import RequestError
 from jaxserve.parsing.events import ArgumentsDelta, CallBegun
 from jaxserve.parsing.formats.base import NAME_RUN, ToolFormat, names_of, writable
 from jaxserve.parsing.formats.hermes import end_tag
 from jaxserve.parsing.json_text import Head
 from jaxserve.parsing.python_text import to_json
-from jaxserve.parsing.schemas import Parameter, json_rule, listed_values, parameters_of, type_name
+from jaxserve.parsing.schemas import (
+    COMBINATIONS,
+    OF_OBJECTS,
+    Parameter,
+    json_rule,
+    listed_values,
+    object_schema,
+    parameters_of,
+    refuse,
+    type_name,
+)
 from jaxserve.parsing.source import Parsing, Source
 from jaxserve.parsing.tools import Tool
 
 STRING, NULLABLE_STRING = frozenset({"string"}), frozenset({"string", "null"})
-UNSUPPORTED = ("format", "not", "if", "anyOf", "oneOf", "allOf")  # for strings that stand as they are
 KEY_RUN = re.compile(r'[^<>"\n]+')
 
 
@@ -126,6 +134,7 @@ class XmlCalls(ToolFormat):
 
     def arguments(self, tool: Tool, rule: str) -> Iterator[str]:
         """Yield a rule for the parameters in the order of `parameters_of`, with the strings among them as they are."""
+        refuse(object_schema(tool), OF_OBJECTS + COMBINATIONS, tool)
         parameters = list(parameters_of(tool).values())
         names = [f"{rule}_{i}" + ("" if parameter.required else "?") for i, parameter in enumerate(parameters)]
         yield f"{rule}: " + (" ".join(names) or '""')
@@ -138,15 +147,14 @@ class XmlCalls(ToolFormat):
     def _value_rules(self, parameter: Parameter, tool: Tool, rule: str) -> Iterator[str]:
         """Yield a rule for a value and the tag at its end. Strings stand there as they are."""
         end = json.dumps(self.around + self.value_tags[1])
-        if "string" not in parameter.types or not parameter.types <= NULLABLE_STRING:
+        free = [
+            schema for schema in parameter.alternatives if not listed_values(schema) and schema.get("type") != "null"
+        ]
+        if free and ("string" not in parameter.types or not parameter.types <= NULLABLE_STRING):
             yield f"{rule}: {json_rule(parameter.schema, tool.strict)} {end}"
             return
-        alternatives = [schema for schema in parameter.alternatives if schema.get("type") != "null"]
-        texts = ["null"] if "null" in parameter.types else []
-        for schema in alternatives:
-            texts += [each if isinstance(each, str) else json.dumps(each) for each in listed_values(schema)]
-        free = [schema for schema in alternatives if not listed_values(schema)]
-        choices = ["(" + " | ".join(map(json.dumps, texts)) + f") {end}"] if texts else []
+        texts = dict.fromkeys(map(json.dumps, _choices(parameter)))
+        choices = [f"({' | '.join(texts)}) {end}"] if texts else []
         yield f"{rule}: " + " | ".join(choices + [f"{rule}_{i}" for i in range(len(free))])
         tag = self.value_tags[1].replace("/", r"\/")
         for i, schema in enumerate(free):
@@ -176,6 +184,13 @@ class Glm45(XmlCalls):
     close, end = "</tool_call>", ""
     name_tags, key_tags, value_tags = ("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")
     separator = "\n"
+
+
+class Glm47(Glm45):
+    """The format of GLM 4.5 without line breaks."""
+
+    name = "glm47"
+    separator = between = ""
 
 
 class MiniMaxM2(XmlCalls):
@@ -211,12 +226,22 @@ def _json_of(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False) if value is None else value
 
 
+def _choices(parameter: Parameter) -> list[str]:
+    """Return the texts of the values that a schema lists, and of null if it allows that."""
+    values = [value for schema in parameter.alternatives for value in listed_values(schema)]
+    return [_text_of(value, parameter.types) for value in values] + ["null"] * ("null" in parameter.types)
+
+
+def _text_of(value: Any, types: frozenset[str]) -> str:
+    """Return the text of a value that is read as this value: strings as they are, unless they say something else."""
+    if isinstance(value, str) and json.loads(_json_of(value, types)) == value:
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
 def _limits(schema: Mapping[str, Any], tool: Tool) -> Iterator[str]:
-    """Yield regular expressions, all of which a string must match. Raise `RequestError` for what they cannot say."""
-    unsupported = next((key for key in UNSUPPORTED if key in schema), None)
-    if unsupported and tool.strict:
-        message = f"{tool.place}: the keyword {unsupported!r} is not supported for strings in calls of {tool.name!r}"
-        raise RequestError(message, field=tool.place, value=unsupported)
+    """Yield regular expressions, all of which a string must match."""
+    refuse(schema, ("format", *COMBINATIONS), tool)
     yield rf"/(.|\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/"
     if "pattern" in schema:
         yield f"/{_whole(str(schema['pattern']))}/"
