@@ -9,6 +9,7 @@ from jaxserve.parsing.events import ArgumentsDelta, CallBegun
 from jaxserve.parsing.source import Parsing, Source
 
 ARGUMENT_KEYS = ("arguments", "parameters")  # models use either
+CALL_KEYS = ("id", "type", "name", *ARGUMENT_KEYS)
 STRING_RUN = re.compile(r'[^"\\]+')
 SCALAR_RUN = re.compile(r"[\w.+-]+")
 SCALAR = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -25,28 +26,31 @@ class Head:
 def call_head(source: Source, known: frozenset[str] | None = None) -> Parsing[Head | None]:
     """Take a call such as {"name": "f", "arguments": {...}} up to its arguments, None if it is not valid.
 
-    `known`: only objects that have arguments and the name of one of these tools are calls; None: any with a name.
+    `known`: only objects with the name of one of these tools, with arguments and without fields that no call has are
+    calls; None: any with a name.
     """
     name = given = None
     follows = yield from source.literal("{")
     while follows:
         key = yield from _key(source)
+        if key is None or (known is not None and key not in CALL_KEYS):
+            return None
         first = yield from source.peek()
         if key in ARGUMENT_KEYS and first == "{" and name is not None:
-            return Head(name) if known is None or name in known else None
+            return Head(name)
         text = yield from value(source)
-        if key is None or text is None:
+        if text is None:
             return None
         if key == "name":
             name = _loads(text) if first == '"' else None
-            if not name:
+            if not name or (known is not None and name not in known):
                 return None
         elif key in ARGUMENT_KEYS and (given := _object_in(text)) is None:
             return None
         yield from source.space()
         follows = yield from source.literal(",")
     ended = yield from source.comes("}")
-    if not ended or name is None or (known is not None and (given is None or name not in known)):
+    if not ended or name is None or (known is not None and given is None):
         return None
     return Head(name, given or "{}")
 

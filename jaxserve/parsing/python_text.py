@@ -17,17 +17,14 @@ ESCAPES = {"\n": "", "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t":
 
 def to_json(text: str) -> str | None:
     """Return a literal of Python or JSON as JSON, None if it is neither. What is JSON already stays as it is."""
-    pieces: list[str] = []
+    translation = _Translation()
     at = 0
-    brackets: list[str] = []
     while at < len(text):
         found = TOKEN.match(text, at)
-        piece = _piece(found, pieces, brackets) if found else None
-        if found is None or piece is None:
+        if found is None or not translation.add(found.group(), found.lastgroup or ""):
             return None
-        pieces.append(piece)
         at = found.end()
-    result = "".join(pieces)
+    result = "".join(translation.pieces)
     try:
         json.loads(result)
     except (ValueError, RecursionError):
@@ -35,24 +32,51 @@ def to_json(text: str) -> str | None:
     return result
 
 
-def _piece(found: re.Match[str], pieces: list[str], brackets: list[str]) -> str | None:
-    """Return a token as JSON, None if JSON has nothing like it. Drops commas before a closing bracket."""
-    token = found.group()
-    if found.lastgroup == "string":
-        return _string(token)
-    if found.lastgroup == "number":
-        return _number(token)
-    if found.lastgroup == "name":
-        return NAMES.get(token)
-    if token in ("(", "[", "{"):
-        brackets.append(token)
-    elif token in (")", "]", "}"):
-        comma = next((i for i in reversed(range(len(pieces))) if not pieces[i].isspace()), None)
-        if not brackets or brackets.pop() + token not in ("()", "[]", "{}") or comma is None:
-            return None
-        if pieces[comma] == ",":
-            pieces[comma] = " "
-    return {"(": "[", ")": "]"}.get(token, token)
+class _Translation:
+    """The JSON for the tokens of a literal. It is JSON only if they are a literal, which is not checked here."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self._last = -1  # the last piece that is not white space
+        self._open: list[tuple[str, int]] = []  # brackets that are open, and their pieces
+        self._tuples: set[int] = set()  # the round ones of them in which there is a comma
+
+    def add(self, token: str, kind: str) -> bool:
+        """Add the JSON for a token, and return False if JSON has nothing like it."""
+        piece: str | None = token
+        if kind == "string":
+            piece = _string(token)
+        elif kind == "number":
+            piece = _number(token)
+        elif kind == "name":
+            piece = NAMES.get(token)
+        elif kind == "mark":
+            piece = self._mark(token)
+        if piece is None:
+            return False
+        if kind != "space":
+            self._last = len(self.pieces)
+        self.pieces.append(piece)
+        return True
+
+    def _mark(self, token: str) -> str | None:
+        """Return a bracket, comma or colon as JSON, in which tuples are arrays and no comma ends an array."""
+        last = self.pieces[self._last] if self._last >= 0 else ""
+        if token in ("(", "[", "{"):
+            self._open.append((token, len(self.pieces)))
+        elif token == "," and self._open:
+            self._tuples.add(self._open[-1][1])
+            return None if last in ("", "[", "{", ",", ":") else token
+        elif token in (")", "]", "}"):
+            bracket, begin = self._open.pop() if self._open else ("", 0)
+            if bracket + token not in ("()", "[]", "{}"):
+                return None
+            if last == ",":
+                self.pieces[self._last] = " "
+            elif token == ")" and begin not in self._tuples and self._last > begin:
+                self.pieces[begin] = " "  # only grouping
+                return " "
+        return {"(": "[", ")": "]"}.get(token, token)
 
 
 def _string(token: str) -> str:

@@ -42,15 +42,16 @@ def object_schema(tool: Tool) -> dict[str, Any]:
 
 
 def parameters_of(tool: Tool) -> dict[str, Parameter]:
-    """Return the parameters of a tool by name, those that are required first."""
+    """Return the parameters of a tool by name."""
     root = object_schema(tool)
     schema = _resolved(root, root)
     required = [name for name in _list(schema.get("required")) if isinstance(name, str)]
-    properties = {**dict.fromkeys(required, True), **_mapping(schema.get("properties"))}
+    properties = {**_mapping(schema.get("properties"))}
+    properties |= {name: True for name in required if name not in properties}
     definitions = {key: root[key] for key in DEFINITIONS if key in root}
     return {
         name: Parameter(name, {**values, **definitions} if isinstance(values, Mapping) else values, name in required)
-        for name, values in sorted(properties.items(), key=lambda item: item[0] not in required)
+        for name, values in properties.items()
     }
 
 

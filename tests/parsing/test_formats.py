@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxserve.parsing.events import ArgumentsDelta
+from jaxserve.parsing.events import ArgumentsDelta, TextDelta
 from jaxserve.parsing.parser import AnswerFormat
 from jaxserve.parsing.tools import ToolUse
 from tests.parsing.writers import FORMS, TOOLS, WRITERS, Calls, calls_of, parsed
@@ -95,6 +95,13 @@ def test_arguments_arrive_before_the_call_is_complete(name: str) -> None:
 def test_text_arrives_at_once(name: str) -> None:
     parser = AnswerFormat(None, FORMS[name], ToolUse(TOOLS)).parser()
     assert "".join(event.text for word in "Hello, how are you?" for event in parser.push(word)) == "Hello, how are you?"
+
+
+def test_an_answer_in_json_arrives_at_once_where_calls_are_json() -> None:
+    parser = AnswerFormat(None, FORMS["llama3_json"], ToolUse(TOOLS)).parser()
+    assert [event.text for event in parser.push('{"cities": ["Ro') if isinstance(event, TextDelta)] == [
+        '{"cities": ["Ro'
+    ]
 
 
 values = st.recursive(

@@ -46,11 +46,19 @@ class Mistral(JsonList):
             yield from super().body(source, tools, head)
 
     def for_template(self, template: str) -> ToolFormat:
-        return NewerMistral() if ARGS in template else self
+        if ARGS in template:
+            return NewerMistral()
+        return SpacedMistral() if SpacedMistral.opening in template else self
 
     def new_id(self, name: str, index: int) -> str:
         """Return nine letters and digits: the chat templates accept nothing else."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+class SpacedMistral(Mistral):
+    """The format of models that write white space after the marker."""
+
+    opening = f"{OPEN} ["
 
 
 class NewerMistral(Mistral):

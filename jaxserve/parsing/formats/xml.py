@@ -133,7 +133,7 @@ class XmlCalls(ToolFormat):
         return f"{self.end}{self.between}{self.close}" if self.end else self.close
 
     def arguments(self, tool: Tool, rule: str) -> Iterator[str]:
-        """Yield a rule for the parameters in the order of `parameters_of`, with the strings among them as they are."""
+        """Yield a rule for the parameters in the order of the schema."""
         refuse(object_schema(tool), OF_OBJECTS + COMBINATIONS, tool)
         parameters = list(parameters_of(tool).values())
         names = [f"{rule}_{i}" + ("" if parameter.required else "?") for i, parameter in enumerate(parameters)]
