@@ -3,18 +3,22 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from jaxserve.parsing.formats.base import ToolFormat
 from jaxserve.parsing.tools import ToolUse
 
 
-def tool_grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> str:
+def tool_grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int], text: str = "") -> str:
     """Return a grammar in llguidance's form of Lark for an answer that may, or must, call tools.
 
-    `special`: the ids of the tokenizer's special tokens by text, which a grammar names by id. Raise `RequestError` for
-    a tool whose arguments cannot be held to its schema in this format.
+    `special`: the ids of the tokenizer's special tokens by text, which a grammar names by id. `text`: a rule for
+    answers without calls; "": any text, in which calls may be embedded. Raise `RequestError` for a tool whose arguments
+    cannot be held to its schema in this format.
     """
-    return "\n".join(["%llguidance {}", *_start(form, use, special), *_calls(form, use, special)]) + "\n"
+    triggered = not (use.required or text or form.first)
+    lines = _start(form, use, special, text), _calls(form, use, special, triggered)
+    return "\n".join(["%llguidance {}", *chain(*lines)]) + "\n"
 
 
 def literal(text: str, special: Mapping[str, int]) -> str:
@@ -26,12 +30,15 @@ def literal(text: str, special: Mapping[str, int]) -> str:
     return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
 
 
-def _start(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> Iterator[str]:
+def _start(form: ToolFormat, use: ToolUse, special: Mapping[str, int], text: str) -> Iterator[str]:
     opening, closing, separator = (literal(t, special) for t in (form.opening, form.closing, form.separator))
     more = f"({separator} call)*" if use.parallel else ""
     calls = f"{opening} call {more} {closing}"
     if use.required:
         yield f"start: {calls}"
+    elif text:
+        yield f"start: text | {calls}"
+        yield f"text: {text}"
     elif form.first:
         yield f"start: TEXT | {calls}"
         yield rf"TEXT: /(\s*[^\s{re.escape(form.first)}](.|\n)*)?/{_without(form.triggers, special)}"
@@ -50,8 +57,7 @@ def _without(texts: tuple[str, ...], special: Mapping[str, int]) -> str:
     return "".join(rf" & ~/(.|\n)*{text}(.|\n)*/" for text in shown)
 
 
-def _calls(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> Iterator[str]:
-    triggered = not form.first and not use.required
+def _calls(form: ToolFormat, use: ToolUse, special: Mapping[str, int], triggered: bool) -> Iterator[str]:
     numbers = range(len(use.tools))
     yield "call: " + " | ".join(f"call_{i}" for i in numbers)
     if triggered:

@@ -27,6 +27,10 @@ class AnswerFormat:
         source = Source()
         return Incremental(source, self._parse(source))
 
+    def new_call_id(self, name: str = "", index: int = 0) -> str:
+        """Return a new id for a call (`ToolFormat.new_call_id`)."""
+        return "" if self.form is None else self.form.new_call_id(name, index)
+
     def _parse(self, source: Source) -> Parsing[None]:
         if self.section is not None:
             yield from reasoning(source, self.section)

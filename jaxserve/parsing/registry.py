@@ -1,6 +1,7 @@
 """The parsers by name, as in vLLM, and which of them a chat template needs."""
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.parsing.formats.base import ToolFormat
@@ -13,6 +14,8 @@ from jaxserve.parsing.formats.pythonic import Llama4Pythonic, Olmo3, Pythonic
 from jaxserve.parsing.formats.xml import Glm45, Glm47, MiniMaxM2, Qwen3Coder, SeedOss
 from jaxserve.parsing.reasoning import ReasoningFormat
 
+T = TypeVar("T")
+Signs = tuple[tuple[str, tuple[str, ...]], ...]
 AUTO, NONE = "auto", "none"
 
 FORMATS = (
@@ -53,7 +56,7 @@ REASONING_PARSERS: Mapping[str, ReasoningFormat] = {
 }
 
 # Which texts of a chat template show which parser, the first whose texts are all there. More special ones come first.
-TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+TOOL_SIGNS: Signs = (
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
@@ -74,7 +77,7 @@ TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3_json", ('"parameters": dictionary',)),
     ("llama3_json", ("<|python_tag|>",)),
 )
-REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+REASONING_SIGNS: Signs = (
     ("mistral", ("[THINK]",)),
     ("seed_oss", ("<seed:think>",)),
     ("granite", ("Here is my thought process:",)),
@@ -87,34 +90,34 @@ REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def tool_format(name: str, template: str) -> ToolFormat | None:
-    """Return the format of tool calls by the parser's name, in the variant that the chat template shows.
+def tool_format(name: str, template: str = "") -> ToolFormat | None:
+    """Return the format `name`, or for "auto" that of a chat template; None if it shows none, and for "none".
 
-    "auto": the format that the template shows, None if it shows none. "none": None. Raise `ConfigError` for a name that
-    is not known.
+    Of a format with variants it is the one that the template shows. Raise ConfigError for an unknown name.
     """
-    name = _name(name, TOOL_PARSERS, TOOL_SIGNS, template, "tool_parser")
-    return TOOL_PARSERS[name].for_template(template) if name else None
+    form = TOOL_PARSERS.get(_shown(TOOL_SIGNS, template)) if name == AUTO else _named(name, TOOL_PARSERS, "tool")
+    return form.for_template(template) if form else None
 
 
-def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
-    """Return the format of reasoning by the parser's name, with "auto" and "none" as in `tool_format`."""
-    name = _name(name, REASONING_PARSERS, REASONING_SIGNS, template, "reasoning_parser")
-    return REASONING_PARSERS[name] if name else None
+def reasoning_format(name: str, template: str = "") -> ReasoningFormat | None:
+    """Return the format `name`, or for "auto" that of a chat template; None if it shows none, and for "none".
 
-
-def _name(
-    name: str,
-    known: Mapping[str, object],
-    signs: tuple[tuple[str, tuple[str, ...]], ...],
-    template: str,
-    option: str,
-) -> str:
-    """Return the name of a parser, "" if there is to be none."""
-    if name == NONE:
-        return ""
+    Raise ConfigError for an unknown name.
+    """
     if name == AUTO:
-        return next((each for each, texts in signs if all(text in template for text in texts)), "")
-    if name not in known:
-        raise ConfigError(f"{option} is {name!r}, it can be {AUTO}, {NONE}, {', '.join(sorted(known))}")
-    return name
+        return REASONING_PARSERS.get(_shown(REASONING_SIGNS, template))
+    return _named(name, REASONING_PARSERS, "reasoning")
+
+
+def _shown(signs: Signs, template: str) -> str:
+    """Return the name of the parser that a chat template shows, "" if it shows none."""
+    return next((name for name, texts in signs if all(text in template for text in texts)), "")
+
+
+def _named(name: str, known: Mapping[str, T], kind: str) -> T | None:
+    if name == NONE:
+        return None
+    if name in known:
+        return known[name]
+    names = ", ".join([AUTO, NONE, *sorted(known)])
+    raise ConfigError(f"unknown {kind} parser {name!r}: choose from {names} (--{kind}-parser)")

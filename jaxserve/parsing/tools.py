@@ -19,14 +19,16 @@ class Tool:
 class ToolUse:
     """The tools of a request and how they may be used.
 
-    `required`: the answer is at least one call. `parallel`: there may be several calls.
+    `required`: the answer is at least one call. `limited`: the model knows of other tools, too, which it may not call.
+    `parallel`: there may be several calls.
     """
 
     tools: tuple[Tool, ...]
     required: bool = False
+    limited: bool = False
     parallel: bool = True
 
     @property
     def constrained(self) -> bool:
         """True if calls must follow a grammar."""
-        return self.required or any(tool.strict for tool in self.tools)
+        return self.required or self.limited or any(tool.strict for tool in self.tools)

@@ -176,6 +176,18 @@ def test_an_answer_may_be_text_or_calls_that_follow_their_schemas(
 
 
 @every_format
+def test_text_beside_calls_may_have_a_grammar_of_its_own(
+    name: str, tokenizer: Tokenizer, compiler: LLGrammarCompiler
+) -> None:
+    use = ToolUse(STRICT)
+    grammar = tool_grammar(FORMS[name], use, {}, '%json {"const": "fine"}')
+    walker = Walker(tokenizer, compiler, grammar)
+    assert set(walker.answers('"f', {})) == {'"fine"'}
+    for answer in walker.answers("", {}):
+        assert answer == '"fine"' or check(name, use, answer)
+
+
+@every_format
 def test_markers_may_be_special_tokens(name: str, tokenizer: Tokenizer, compiler: LLGrammarCompiler) -> None:
     form = FORMS[name]
     padding = next(token for token in tokenizer.special_ids if token not in tokenizer.eos_token_ids)

@@ -134,7 +134,7 @@ def test_the_template_shows_which_calls_a_model_of_mistral_writes(template: str,
 
 
 def test_ids_of_calls_are_new_each_time_and_of_the_kind_that_templates_accept() -> None:
-    ids = {name: [TOOL_PARSERS[name].new_id("f", index) for index in range(3)] for name in TOOL_PARSERS}
+    ids = {name: [TOOL_PARSERS[name].new_call_id("f", index) for index in range(3)] for name in TOOL_PARSERS}
     assert all(len(set(three)) == 3 for three in ids.values())
     assert all(len(each) == 9 and each.isalnum() for each in ids["mistral"])
     assert ids["kimi_k2"] == ["functions.f:0", "functions.f:1", "functions.f:2"]

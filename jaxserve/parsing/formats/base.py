@@ -85,8 +85,8 @@ class ToolFormat(ABC):
         """Return the variant of the format that a chat template shows."""
         return self
 
-    def new_id(self, name: str, index: int) -> str:
-        """Return an id for a call of the tool `name`, the call number `index` of an answer."""
+    def new_call_id(self, name: str = "", index: int = 0) -> str:
+        """Return a new id for a call. Some ids say the tool's name and the call's number in the conversation."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
 

@@ -113,6 +113,6 @@ class KimiK2(CallSection):
     def before(self, name: str) -> str:
         return f"{self.call}functions.{name}:0{self.sep}"
 
-    def new_id(self, name: str, index: int) -> str:
-        """Return the kind of id that the model writes itself."""
-        return f"functions.{name}:{index}"
+    def new_call_id(self, name: str = "", index: int = 0) -> str:
+        """Return the id that the model writes itself: in the chat template it stands for the name of the tool."""
+        return f"functions.{name}:{index}" if name else super().new_call_id()

@@ -50,7 +50,7 @@ class Mistral(JsonList):
             return NewerMistral()
         return SpacedMistral() if SpacedMistral.opening in template else self
 
-    def new_id(self, name: str, index: int) -> str:
+    def new_call_id(self, name: str = "", index: int = 0) -> str:
         """Return nine letters and digits: the chat templates accept nothing else."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
