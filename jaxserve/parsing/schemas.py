@@ -9,7 +9,7 @@ from jaxserve.core.errors import RequestError
 from jaxserve.core.structured import JSON_WHITESPACE
 from jaxserve.parsing.tools import Tool
 
-MAX_DEPTH = 16  # references and alternatives inside each other, which may be endless
+MAX_REFERENCES = 16  # references to references, which may go round in circles
 DEFINITIONS = ("$defs", "definitions")
 # What cannot be said about the parameters of a tool as a whole where each is written by itself.
 OF_OBJECTS = ("minProperties", "maxProperties", "propertyNames", "dependentRequired", "dependentSchemas")
@@ -28,12 +28,13 @@ class Parameter:
     @property
     def types(self) -> frozenset[str]:
         """The names of the JSON types that values may have; none if they may have any."""
-        return frozenset(kind for schema in self.alternatives for kind in _types(schema))
+        kinds = [frozenset(_types(schema)) for schema in self.alternatives]
+        return frozenset[str]().union(*kinds) if all(kinds) else frozenset()
 
     @property
     def alternatives(self) -> list[Mapping[str, Any]]:
         """The schemas of which values must follow one, without references."""
-        return list(_alternatives(self.schema, self.schema, 0))
+        return list(_alternatives(self.schema))
 
 
 def object_schema(tool: Tool) -> dict[str, Any]:
@@ -50,7 +51,9 @@ def parameters_of(tool: Tool) -> dict[str, Parameter]:
     properties |= {name: True for name in required if name not in properties}
     definitions = {key: root[key] for key in DEFINITIONS if key in root}
     return {
-        name: Parameter(name, {**values, **definitions} if isinstance(values, Mapping) else values, name in required)
+        name: Parameter(
+            name, {**_mapping(values), **(definitions if '"$ref"' in json.dumps(values) else {})}, name in required
+        )
         for name, values in properties.items()
     }
 
@@ -69,17 +72,22 @@ def listed_values(schema: Mapping[str, Any]) -> list[Any]:
     return [schema["const"]] if "const" in schema else _list(schema.get("enum"))
 
 
-def _alternatives(schema: Any, root: Any, depth: int) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas of which values must follow one."""
-    schema = dict(_resolved(schema, root))
-    for part in _list(schema.pop("allOf", None)):
-        schema = {**_resolved(part, root), **schema}
-    choices = [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
-    if not choices or depth > MAX_DEPTH or "type" in schema:
-        yield schema
-        return
-    for choice in choices:
-        yield from _alternatives(choice, root, depth + 1)
+def _alternatives(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the schemas of which values must follow one. References may lead back, so each is looked at once."""
+    waiting, seen = [schema], set()
+    while waiting:
+        found = _resolved(waiting.pop(0), schema)
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        merged = dict(found)
+        for part in _list(merged.pop("allOf", None)):
+            merged = {**_resolved(part, schema), **merged}
+        choices = [*_list(merged.get("anyOf")), *_list(merged.get("oneOf"))]
+        if choices and "type" not in merged:
+            waiting += choices
+        else:
+            yield merged
 
 
 def refuse(schema: Mapping[str, Any], keywords: tuple[str, ...], tool: Tool) -> None:
@@ -111,7 +119,7 @@ def type_name(value: Any) -> str:
 
 def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
     """Return a schema, or the one in the same document that it refers to."""
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_REFERENCES):
         reference = _mapping(schema).get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#"):
             break

@@ -175,6 +175,28 @@ def test_an_answer_may_be_text_or_calls_that_follow_their_schemas(
         assert check(name, use, answer) >= 1
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3_coder", "Hi <function="),
+        ("granite", "Hi <tool_call>"),
+        ("llama3_json", "Hi <|python_tag|>"),
+        ("llama3_json", ' {"city"'),
+        ("llama4_pythonic", "Hi <|python_start|>"),
+        ("pythonic", "\n[1"),
+        ("hermes", "Hi <tool_call>x"),
+        ("deepseek_v31", "Hi <｜tool▁calls▁begin｜> "),
+    ],
+)
+def test_text_beside_strict_tools_has_no_calls_that_are_not_held_to_schemas(
+    name: str, text: str, tokenizer: Tokenizer, compiler: LLGrammarCompiler
+) -> None:
+    matcher = compiler.compile(StructuredOutput(grammar=tool_grammar(FORMS[name], ToolUse(STRICT), {}))).start()
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        matcher.accept(token)
+    assert matcher.error
+
+
 @every_format
 def test_text_beside_calls_may_have_a_grammar_of_its_own(
     name: str, tokenizer: Tokenizer, compiler: LLGrammarCompiler

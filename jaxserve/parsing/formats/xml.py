@@ -25,6 +25,7 @@ from jaxserve.parsing.source import Parsing, Source
 from jaxserve.parsing.tools import Tool
 
 STRING, NULLABLE_STRING = frozenset({"string"}), frozenset({"string", "null"})
+MAX_LEAST = 1000  # characters; llguidance refuses to count to many more, which is an error for strict tools only
 KEY_RUN = re.compile(r'[^<>"\n]+')
 
 
@@ -242,7 +243,10 @@ def _text_of(value: Any, types: frozenset[str]) -> str:
 def _limits(schema: Mapping[str, Any], tool: Tool) -> Iterator[str]:
     """Yield regular expressions, all of which a string must match."""
     refuse(schema, ("format", *COMBINATIONS), tool)
-    yield rf"/(.|\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/"
+    least = schema.get("minLength", 0)
+    if not tool.strict and isinstance(least, int):
+        least = min(least, MAX_LEAST)
+    yield rf"/(.|\n){{{least},{schema.get('maxLength', '')}}}/"
     if "pattern" in schema:
         yield f"/{_whole(str(schema['pattern']))}/"
 
@@ -250,7 +254,7 @@ def _limits(schema: Mapping[str, Any], tool: Tool) -> Iterator[str]:
 def _whole(pattern: str) -> str:
     """Return an expression of Lark for texts in which a pattern is found."""
     begin = "" if pattern.startswith("^") else r"(.|\n)*"
-    end = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else r"(.|\n)*"
+    end = "" if re.search(r"(?<!\\)(\\\\)*\$$", pattern) else r"(.|\n)*"
     inner = pattern.removeprefix("^")
     inner = inner if end else inner.removesuffix("$")
     inner = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found.group(), found.group()), inner)
