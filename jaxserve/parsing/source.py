@@ -99,6 +99,11 @@ class Source:
         self.take(len(text))
         return True
 
+    def spaced(self, text: str) -> Parsing[bool | None]:
+        """Take white space and `text`, None if they do not come next (for `attempt`)."""
+        yield from self.space()
+        return (yield from self.literal(text)) or None
+
     def piece(self, ends: tuple[str, ...]) -> Parsing[tuple[str, str, bool]]:
         """Take what has arrived before the first of `ends`, as (text, end, done).
 

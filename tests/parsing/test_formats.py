@@ -97,6 +97,13 @@ def test_text_arrives_at_once(name: str) -> None:
     assert "".join(event.text for word in "Hello, how are you?" for event in parser.push(word)) == "Hello, how are you?"
 
 
+def test_several_calls_may_share_a_tag() -> None:
+    calls = "<function=now>\n</function>\n" * 2
+    message = parsed(FORMS["qwen3_coder"], f"<tool_call>\n{calls}</tool_call>")
+    assert calls_of(message) == [("now", {})] * 2
+    assert not message.text
+
+
 def test_an_answer_in_json_arrives_at_once_where_calls_are_json() -> None:
     parser = AnswerFormat(None, FORMS["llama3_json"], ToolUse(TOOLS)).parser()
     assert [event.text for event in parser.push('{"cities": ["Ro') if isinstance(event, TextDelta)] == [

@@ -140,6 +140,7 @@ def test_calls_after_what_is_none_are_found(name: str, text: str) -> None:
         ("qwen3_coder", "<tool_call><function=f>x</function>", "{", "x</function>"),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>1", '{"a": 1', ""),
         ("qwen3_coder", "<function=write_note><parameter=text>ab", '{"text": "ab', ""),
+        ("qwen3_coder", "<function=now></function>\n<function=name> it", "{}", "<function=name> it"),
         ("glm45", "<tool_call>f<arg_key>a</arg_key>1</tool_call>", "{", "<arg_key>a</arg_key>1</tool_call>"),
     ],
 )

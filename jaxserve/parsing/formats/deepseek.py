@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from jaxserve.parsing.events import CallBegun
 from jaxserve.parsing.formats.base import ToolFormat
-from jaxserve.parsing.formats.hermes import end_tag
 from jaxserve.parsing.json_text import Head, arguments
 from jaxserve.parsing.source import Parsing, Source
 from jaxserve.parsing.tools import Tool
@@ -24,7 +23,7 @@ class CallSection(ToolFormat):
     fence: ClassVar[str] = ""  # the text between the arguments and the end
 
     def head(self, source: Source, tools: Sequence[Tool], trigger: str) -> Parsing[Head | None]:
-        if (yield from end_tag(source, self.call)) is None:
+        if (yield from source.spaced(self.call)) is None:
             return None
         yield from source.space()
         name = yield from self.introduction(source)
@@ -42,13 +41,13 @@ class CallSection(ToolFormat):
             yield from arguments(source, self.end)
             yield from source.attempt(self._end_of_call(source))
             following = yield from source.attempt(self.head(source, tools, ""))
-        yield from source.attempt(end_tag(source, self.closing))
+        yield from source.attempt(source.spaced(self.closing))
 
     def _end_of_call(self, source: Source) -> Parsing[bool | None]:
         yield from source.space()
         if self.fence:
             yield from source.literal(self.fence)
-        return (yield from end_tag(source, self.end))
+        return (yield from source.spaced(self.end))
 
     def after(self) -> str:
         return self.end

@@ -24,7 +24,7 @@ class Hermes(ToolFormat):
 
     def body(self, source: Source, tools: Sequence[Tool], head: Head) -> Parsing[None]:
         yield from call_body(source, head, self.close)
-        yield from source.attempt(end_tag(source, self.close))
+        yield from source.attempt(source.spaced(self.close))
 
     def before(self, name: str) -> str:
         return f"{self.triggers[0]}\n{call_in_json(name)}"
@@ -44,9 +44,3 @@ class InternLM(Hermes):
 
     def after(self) -> str:
         return f"}}{self.close}"
-
-
-def end_tag(source: Source, tag: str) -> Parsing[bool | None]:
-    """Take white space and a tag, None if it does not come next."""
-    yield from source.space()
-    return (yield from source.literal(tag)) or None

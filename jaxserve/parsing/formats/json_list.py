@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from jaxserve.parsing.formats.base import ToolFormat, call_in_json
-from jaxserve.parsing.formats.hermes import end_tag
 from jaxserve.parsing.json_text import Head, call_body, call_head
 from jaxserve.parsing.source import Parsing, Source
 from jaxserve.parsing.tools import Tool
@@ -24,9 +23,9 @@ class JsonList(ToolFormat):
         while following is not None:
             yield from call_body(source, following, self.close)
             following = yield from source.attempt(_next(source, ","))
-        yield from source.attempt(end_tag(source, "]"))
+        yield from source.attempt(source.spaced("]"))
         if self.close:
-            yield from source.attempt(end_tag(source, self.close))
+            yield from source.attempt(source.spaced(self.close))
 
     def before(self, name: str) -> str:
         return call_in_json(name)
@@ -67,7 +66,7 @@ class Jamba(JsonList):
 
 def _next(source: Source, before: str) -> Parsing[Head | None]:
     """Take the beginning of the list or a comma, and the head of the call after it."""
-    if (yield from end_tag(source, before)) is None:
+    if (yield from source.spaced(before)) is None:
         return None
     yield from source.space()
     return (yield from call_head(source))

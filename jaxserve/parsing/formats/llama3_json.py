@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from jaxserve.parsing.formats.base import ToolFormat, call_in_json, names_of
-from jaxserve.parsing.formats.hermes import end_tag
 from jaxserve.parsing.json_text import Head, call_body, call_head
 from jaxserve.parsing.source import Parsing, Source
 from jaxserve.parsing.tools import Tool
@@ -34,7 +33,7 @@ class Llama3Json(ToolFormat):
             following = yield from source.attempt(self._next(source, tools))
 
     def _next(self, source: Source, tools: Sequence[Tool]) -> Parsing[Head | None]:
-        if (yield from end_tag(source, ";")) is None:
+        if (yield from source.spaced(";")) is None:
             return None
         yield from source.space()
         yield from source.literal(TAG)

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from jaxserve.parsing.events import ArgumentsDelta, CallBegun
 from jaxserve.parsing.formats.base import NAME_RUN, ToolFormat, names_of, writable
-from jaxserve.parsing.formats.hermes import end_tag
 from jaxserve.parsing.json_text import Head
 from jaxserve.parsing.python_text import to_json
 from jaxserve.parsing.schemas import COMBINATIONS, OF_OBJECTS, json_rule, object_schema, parameters_of, refuse
@@ -49,9 +48,9 @@ class Pythonic(ToolFormat):
             if not (yield from _arguments(source, following.keyword)):
                 return
             following = yield from source.attempt(_call(source, tools, self.comma))
-        yield from source.attempt(end_tag(source, self.end))
+        yield from source.attempt(source.spaced(self.end))
         if self.close:
-            yield from source.attempt(end_tag(source, self.close))
+            yield from source.attempt(source.spaced(self.close))
 
     def before(self, name: str) -> str:
         return f"{name}("
@@ -102,13 +101,13 @@ class Olmo3(Pythonic):
 
 def _call(source: Source, tools: Sequence[Tool], before: str) -> Parsing[Head | None]:
     """Take `before` and a call of a tool up to the value of its first keyword."""
-    if (yield from end_tag(source, before)) is None:
+    if (yield from source.spaced(before)) is None:
         return None
     yield from source.space()
     name = yield from source.run(NAME_RUN)
     if name not in names_of(tools) or not (yield from source.literal("(")):
         return None
-    if (yield from source.attempt(end_tag(source, ")"))):
+    if (yield from source.attempt(source.spaced(")"))):
         return PythonHead(name)
     keyword = yield from _keyword(source)
     return None if keyword is None else PythonHead(name, keyword=keyword)
@@ -136,7 +135,7 @@ def _arguments(source: Source, first: str) -> Parsing[bool]:
         yield ArgumentsDelta(to_json(text.strip()) or json.dumps(text.strip(), ensure_ascii=False))
         if end == ",":
             source.take(1)
-        if (yield from source.attempt(end_tag(source, ")"))):
+        if (yield from source.attempt(source.spaced(")"))):
             break
         if end != ",":
             return False

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from jaxserve.parsing.events import ArgumentsDelta, CallBegun
 from jaxserve.parsing.formats.base import NAME_RUN, ToolFormat, names_of, writable
-from jaxserve.parsing.formats.hermes import end_tag
 from jaxserve.parsing.json_text import Head
 from jaxserve.parsing.python_text import to_json
 from jaxserve.parsing.schemas import (
@@ -64,10 +63,10 @@ class XmlCalls(ToolFormat):
             tool = next((tool for tool in tools if tool.name == following.name), None)
             yield CallBegun(following.name)
             yield from self._arguments(source, parameters_of(tool) if tool else {})
-            if not self.end:
-                return
-            following = yield from source.attempt(self.head(source, tools, ""))
-        yield from source.attempt(end_tag(source, self.close))
+            inner = self.end and self.name_tags[0] not in self.triggers  # the end may be that of several calls
+            following = (yield from source.attempt(self.head(source, tools, ""))) if inner else None
+        if self.end:
+            yield from source.attempt(source.spaced(self.close))
 
     def _arguments(self, source: Source, parameters: Mapping[str, Parameter]) -> Parsing[None]:
         """Yield the arguments of a call, and take its end."""
@@ -84,12 +83,12 @@ class XmlCalls(ToolFormat):
 
     def _key(self, source: Source) -> Parsing[str | None]:
         """Take the name of a parameter and the tags around it, up to its value."""
-        if (yield from end_tag(source, self.key_tags[0])) is None:
+        if (yield from source.spaced(self.key_tags[0])) is None:
             return None
         key = yield from source.run(KEY_RUN)
         if not key or not (yield from source.literal(self.key_tags[1])):
             return None
-        if self.value_tags[0] and (yield from end_tag(source, self.value_tags[0])) is None:
+        if self.value_tags[0] and (yield from source.spaced(self.value_tags[0])) is None:
             return None
         if self.around:
             yield from source.literal(self.around)
