@@ -77,21 +77,20 @@ class ParsedMessage:
     def add(self, event: Event) -> Part:
         """Add an event and return the part that it belongs to, which is new or has grown."""
         last = self.parts[-1] if self.parts else None
-        match event, last:
-            case (TextDelta(), Text()) | (ReasoningDelta(), Reasoning()):
+        match event:
+            case TextDelta() if isinstance(last, Text):
                 last.text += event.text
-                return last
-            case ArgumentsDelta(), Call():
+            case ReasoningDelta() if isinstance(last, Reasoning):
+                last.text += event.text
+            case ArgumentsDelta():
+                assert isinstance(last, Call), "arguments without a call"
                 last.arguments += event.text
-                return last
-            case TextDelta(text), _:
-                self.parts.append(Text(text))
-            case ReasoningDelta(text), _:
-                self.parts.append(Reasoning(text))
-            case CallBegun(name), _:
-                self.parts.append(Call(name))
-            case _:
-                raise AssertionError("arguments without a call")
+            case TextDelta():
+                self.parts.append(Text(event.text))
+            case ReasoningDelta():
+                self.parts.append(Reasoning(event.text))
+            case CallBegun():
+                self.parts.append(Call(event.name))
         return self.parts[-1]
 
     @property

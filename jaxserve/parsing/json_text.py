@@ -2,223 +2,198 @@
 
 import json
 import re
-from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
-from jaxserve.parsing.events import ArgumentsDelta, CallBegun, Event
+from jaxserve.parsing.events import ArgumentsDelta, CallBegun
 from jaxserve.parsing.source import Parsing, Source
 
 ARGUMENT_KEYS = ("arguments", "parameters")  # models use either
+CALL_KEYS = ("id", "type", "name", *ARGUMENT_KEYS)
 STRING_RUN = re.compile(r'[^"\\]+')
-SCALAR_RUN = re.compile(r'[^\s,:"{}\[\]]+')
+SCALAR_RUN = re.compile(r"[\w.+-]+")
+SCALAR = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Head:
-    """What a call's JSON object says before its arguments begin, or the whole call if they came first or are none."""
+    """What a call says before its arguments begin. `arguments` are those that came before; None: they come next."""
 
     name: str
-    arguments: str | None = None  # None: they come next
+    arguments: str | None = None
 
 
-def call_head(source: Source, end: str = "", known: frozenset[str] | None = None) -> Parsing[Head | None]:
-    """Take a call such as {"name": "f", "arguments": {...}} up to its arguments. Without one, take and return nothing.
+def call_head(source: Source, known: frozenset[str] | None = None) -> Parsing[Head | None]:
+    """Take a call such as {"name": "f", "arguments": {...}} up to its arguments, None if it is not valid.
 
-    `end` never occurs outside of strings in a call. `known`: only calls of these tools are calls; None: of any tool.
+    `known`: only objects with the name of one of these tools, with arguments and without fields that no call has are
+    calls; None: any with a name.
     """
-    source.mark()
-    head = yield from _head(source, end)
-    if head is None or (known is not None and head.name not in known):
-        source.go_back()
+    name = given = None
+    follows = yield from source.literal("{")
+    while follows:
+        key = yield from _key(source)
+        if key is None or (known is not None and key not in CALL_KEYS):
+            return None
+        first = yield from source.peek()
+        if key in ARGUMENT_KEYS and first == "{" and name is not None:
+            return Head(name)
+        text = yield from value(source)
+        if text is None:
+            return None
+        if key == "name":
+            name = _loads(text) if first == '"' else None
+            if not name or (known is not None and name not in known):
+                return None
+        elif key in ARGUMENT_KEYS and (given := _object_in(text)) is None:
+            return None
+        yield from source.space()
+        follows = yield from source.literal(",")
+    ended = yield from source.comes("}")
+    if not ended or name is None or (known is not None and given is None):
         return None
-    source.unmark()
-    return head
+    return Head(name, given or "{}")
 
 
 def call_body(source: Source, head: Head, end: str = "") -> Parsing[None]:
-    """Yield the events of the call that has begun with `head`, and take it to its end."""
+    """Yield the events of the call that has begun with `head`, and take it to its end.
+
+    `end` never occurs outside of strings in a call.
+    """
     yield CallBegun(head.name)
     if head.arguments is None:
         yield from arguments(source, end)
     else:
         yield ArgumentsDelta(head.arguments)
-    yield from _rest(source, end)
+    yield from source.attempt(_rest(source))
 
 
-def arguments(source: Source, end: str = "") -> Generator[Event | None, None, None]:
+def arguments(source: Source, end: str = "") -> Parsing[None]:
     """Yield the arguments of a call, an object that comes next, as they arrive.
 
-    They end with the object, or at `end` outside of a string, or with the text.
+    They end with the object, or at `end` outside of a string, or with the text. Of JSON, only strings and brackets are
+    looked at.
     """
-    value = _Value(source, end)
+    run = re.compile(rf'[^"{{}}\[\]{re.escape(end[:1])}]+')
+    depth = 0
     while True:
-        piece, done = yield from value.piece()
-        if piece:
-            yield ArgumentsDelta(piece)
-        if done:
+        yield ArgumentsDelta(source.match(run))
+        character = yield from source.peek()
+        if not character or (end and (yield from source.comes(end))):
             return
-
-
-def _head(source: Source, end: str) -> Parsing[Head | None]:
-    """Take a call's object up to its arguments, None if it is not valid."""
-    if not (yield from source.literal("{")):
-        return None
-    name = given = None
-    while True:
-        yield from source.space()
-        key = yield from _string(source, end)
-        yield from source.space()
-        if key is None or not (yield from source.literal(":")):
-            return None
-        yield from source.space()
-        first = yield from source.peek()
-        if key in ARGUMENT_KEYS and first == "{" and name is not None:
-            return Head(name)
-        value = yield from _value(source, end)
-        if value is None:
-            return None
-        if key == "name" and first == '"':
-            name = _loads(value)
-        elif key in ARGUMENT_KEYS:
-            given = _object_in(value)
-            if given is None:
-                return None
-        yield from source.space()
-        if (yield from source.literal(",")):
+        if character == '"':
+            yield from _string_arguments(source)
             continue
-        if not isinstance(name, str) or not name or (yield from source.peek()) != "}":
-            return None
-        return Head(name, given or "{}")
+        depth += (character in "{[") - (character in "}]")
+        yield ArgumentsDelta(source.take(1))
+        if depth <= 0:
+            return
 
 
-def _object_in(value: str) -> str | None:
-    """Return the JSON object that a value is or, as some models write it, that a string holds; None for another."""
-    loaded = _loads(value)
-    if isinstance(loaded, str):
-        value, loaded = loaded, _loads(loaded)
-    if loaded is None and value.strip() == "null":
-        return "{}"
-    return value if isinstance(loaded, dict) else None
-
-
-def _rest(source: Source, end: str) -> Parsing[None]:
-    """Take what follows the arguments in a call's object: further fields, which mean nothing, and its end."""
+def _string_arguments(source: Source) -> Parsing[None]:
+    """Yield a string in arguments as it arrives."""
+    yield ArgumentsDelta(source.take(1))
     while True:
-        source.mark()
-        yield from source.space()
-        if (yield from source.literal("}")):
-            source.unmark()
+        yield ArgumentsDelta(source.match(STRING_RUN))
+        character = yield from source.peek()
+        if character == "\\":
+            yield from source.peek(2)
+            yield ArgumentsDelta(source.take(2))
+        elif character:
+            yield ArgumentsDelta(source.take(1))
+        if character in ('"', ""):
             return
-        field = (yield from source.literal(",")) and (yield from _field(source, end))
-        if not field:
-            source.go_back()
-            return
-        source.unmark()
 
 
-def _field(source: Source, end: str) -> Parsing[bool]:
+def value(source: Source) -> Parsing[str | None]:
+    """Take a JSON value and return its text, None as soon as it is not valid."""
+    taken: list[str] = []
+    brackets: list[str] = []
+    wanted = "value"  # what comes next: value, key, colon, more (a comma or the end), or "first" with value or key
+    while True:
+        taken.append((yield from source.space()))
+        token = yield from _token(source)
+        taken.append(token)
+        if token in ("{", "[") and wanted in ("value", "first value"):
+            brackets.append("}" if token == "{" else "]")
+            wanted = "first key" if token == "{" else "first value"
+        elif token in ("}", "]") and brackets[-1:] == [token] and wanted in ("more", "first key", "first value"):
+            brackets.pop()
+            wanted = "more"
+        elif token == "," and wanted == "more" and brackets:
+            wanted = "key" if brackets[-1] == "}" else "value"
+        elif token == ":" and wanted == "colon":
+            wanted = "value"
+        elif token[:1] == '"' and wanted in ("key", "first key"):
+            wanted = "colon"
+        elif token and token not in "{}[],:" and wanted in ("value", "first value"):
+            wanted = "more"
+        else:
+            return None
+        if wanted == "more" and not brackets:
+            return "".join(taken)
+
+
+def _token(source: Source) -> Parsing[str]:
+    """Take a string, a scalar or a punctuation mark, "" if none is valid."""
+    first = yield from source.peek()
+    if first == '"':
+        return (yield from _string(source))
+    if first and first in "{}[],:":
+        return source.take(1)
+    scalar = yield from source.run(SCALAR_RUN)
+    return scalar if SCALAR.fullmatch(scalar) else ""
+
+
+def _string(source: Source) -> Parsing[str]:
+    """Take a string, "" if it is not valid."""
+    taken = [source.take(1)]
+    while True:
+        taken.append((yield from source.run(STRING_RUN)))
+        if (yield from source.peek()) != "\\":
+            taken.append(source.take(1))
+            text = "".join(taken)
+            return text if isinstance(_loads(text), str) else ""
+        yield from source.peek(2)
+        taken.append(source.take(2))
+
+
+def _key(source: Source) -> Parsing[str | None]:
+    """Take the name of a field, the colon and white space, and return the name, None if they do not come next."""
     yield from source.space()
-    if (yield from _string(source, end)) is None:
-        return False
-    yield from source.space()
-    if not (yield from source.literal(":")):
-        return False
-    yield from source.space()
-    return (yield from _value(source, end)) is not None
-
-
-def _string(source: Source, end: str) -> Parsing[str | None]:
-    """Take a string and return what it says, None if none comes next."""
     if (yield from source.peek()) != '"':
         return None
-    text = yield from _value(source, end)
-    loaded = None if text is None else _loads(text)
-    return loaded if isinstance(loaded, str) else None
+    key = _loads((yield from _string(source)))
+    yield from source.space()
+    colon = yield from source.literal(":")
+    yield from source.space()
+    return key if colon and isinstance(key, str) else None
 
 
-def _value(source: Source, end: str) -> Parsing[str | None]:
-    """Take a whole value and return its text, None if it is not valid."""
-    pieces, value = [], _Value(source, end)
+def _object_in(text: str) -> str | None:
+    """Return the JSON object that a value is or, as some models write it, that a string holds; None for another."""
+    loaded = _loads(text)
+    if isinstance(loaded, str):
+        text, loaded = loaded, _loads(loaded)
+    if text == "null":
+        return "{}"
+    return text if isinstance(loaded, dict) else None
+
+
+def _rest(source: Source) -> Parsing[bool | None]:
+    """Take what follows the arguments in a call's object: further fields, which mean nothing, and its end."""
     while True:
-        piece, done = yield from value.piece()
-        pieces.append(piece)
-        if done:
-            text = "".join(pieces)
-            return text if value.whole and (text == "null" or _loads(text) is not None) else None
-
-
-class _Value:
-    """A JSON value that is taken while it arrives. Only its strings and brackets are looked at."""
-
-    def __init__(self, source: Source, end: str):
-        self._source, self._end = source, end
-        self._depth = 0
-        self._in_string = False
-        self._run = re.compile(rf'[^"{{}}\[\]{re.escape(end[:1])}]+')  # outside of strings
-        self.whole = False
-
-    def piece(self) -> Parsing[tuple[str, bool]]:
-        """Take what has arrived, as (text, done). The text is not empty unless the value is done."""
-        taken: list[str] = []
-        while True:
-            found = self._step()
-            if isinstance(found, str):
-                taken.append(found)
-            if self.whole:
-                return "".join(taken), True
-            if isinstance(found, str):
-                continue
-            if taken:
-                return "".join(taken), False
-            if found or not (yield from self._source.more()):
-                if not found and self._in_string:  # a lone backslash at the end of the text
-                    taken.append(self._source.take(1))
-                return "".join(taken), True
-
-    def _step(self) -> str | bool:
-        """Take the next stretch. Return it, or True if none follows, or False if more text is needed to know."""
-        source = self._source
-        if not source.ahead:
-            return False
-        if self._in_string:
-            return self._step_in_string()
-        if self._end and source.starts_with(self._end):
+        yield from source.space()
+        if (yield from source.literal("}")):
             return True
-        if self._end and source.may_become(self._end):
-            return False
-        if self._depth and (length := source.match(self._run)):
-            return source.take(length)
-        if not self._depth and (length := source.match(SCALAR_RUN)):
-            return self._step_in_scalar(length)
-        if source.starts_with('"'):
-            self._in_string = True
-        elif source.starts_with("{") or source.starts_with("["):
-            self._depth += 1
-        elif self._depth and (source.starts_with("}") or source.starts_with("]")):
-            self._depth -= 1
-            self.whole = self._depth == 0
-        elif not self._depth:
-            return True
-        return source.take(1)
-
-    def _step_in_string(self) -> str | bool:
-        source = self._source
-        if length := source.match(STRING_RUN):
-            return source.take(length)
-        if source.starts_with("\\"):
-            return source.take(2) if source.ahead > 1 else False
-        self._in_string = False
-        self.whole = self._depth == 0
-        return source.take(1)
-
-    def _step_in_scalar(self, length: int) -> str | bool:
-        if length == self._source.ahead and not self._source.complete:
-            return False
-        self.whole = True
-        return self._source.take(length)
+        if not (yield from source.literal(",")):
+            return None
+        if (yield from _key(source)) is None or (yield from value(source)) is None:
+            return None
 
 
-def _loads(text: str) -> object:
+def _loads(text: str) -> Any:
+    """Return what JSON says, None if it is not valid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -6,6 +6,7 @@ from jaxserve.parsing.events import CallBegun, TextDelta
 from jaxserve.parsing.formats.base import ToolFormat
 from jaxserve.parsing.reasoning import ReasoningSection, reasoning
 from jaxserve.parsing.source import Incremental, Parsing, Source
+from jaxserve.parsing.text_output import without_separators
 from jaxserve.parsing.tools import ToolUse
 
 
@@ -26,19 +27,18 @@ class AnswerFormat:
         source = Source()
         return Incremental(source, self._parse(source))
 
-    def new_call_id(self) -> str:
-        """Return a new id for a call."""
-        return "" if self.form is None else self.form.new_call_id()
+    def new_call_id(self, name: str = "", index: int = 0) -> str:
+        """Return a new id for a call (`ToolFormat.new_call_id`)."""
+        return "" if self.form is None else self.form.new_call_id(name, index)
 
     def _parse(self, source: Source) -> Parsing[None]:
         if self.section is not None:
             yield from reasoning(source, self.section)
         if self.form is None or self.use is None:
             yield from _text(source)
-        elif self.use.parallel:
-            yield from self.form.parse(source, self.use.tools)
-        else:
-            yield from _first_call(self.form.parse(source, self.use.tools))
+            return
+        events = without_separators(self.form.parse(source, self.use.tools))
+        yield from events if self.use.parallel else _first_call(events)
 
 
 def _text(source: Source) -> Parsing[None]:
@@ -46,14 +46,13 @@ def _text(source: Source) -> Parsing[None]:
     done = False
     while not done:
         text, _, done = yield from source.piece(())
-        if text:
-            yield TextDelta(text)
+        yield TextDelta(text)
 
 
-def _first_call(parsing: Parsing[None]) -> Parsing[None]:
+def _first_call(events: Parsing[None]) -> Parsing[None]:
     """Yield the events up to the end of the first call, and take but leave out what follows."""
     calls = 0
-    for event in parsing:
+    for event in events:
         calls += isinstance(event, CallBegun)
         if event is None or (calls <= 1 and not (calls and isinstance(event, TextDelta))):
             yield event

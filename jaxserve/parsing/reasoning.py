@@ -4,27 +4,39 @@ from dataclasses import dataclass
 
 from jaxserve.parsing.events import ReasoningDelta
 from jaxserve.parsing.source import Parsing, Source
+from jaxserve.parsing.text_output import Trimmed
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The tags around a model's reasoning. `always`: an answer is reasoning from its beginning, even without a tag."""
+    """The tags around a model's reasoning.
+
+    `always`: an answer is reasoning from its beginning, even without a tag. `starts`, `ends`: other spellings of the
+    tags that the model uses.
+    """
 
     name: str
     start: str = "<think>"
     end: str = "</think>"
     always: bool = False
+    starts: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Tokens that the parser must see. Those that are special would be left out of the text otherwise."""
+        return (self.start, self.end, *self.starts, *self.ends)
 
     def after(self, prompt: str) -> "ReasoningSection | None":
         """Return the section of answers to a prompt, None if the prompt itself ends the reasoning."""
         prompt = prompt.rstrip()
-        if prompt.endswith(self.end):
+        if prompt.endswith((self.end, *self.ends)):
             return None
-        return ReasoningSection(self, begun=self.always or prompt.endswith(self.start))
+        return ReasoningSection(self, begun=self.always or prompt.endswith((self.start, *self.starts)))
 
     def inside(self, answer: str) -> "ReasoningSection | None":
         """Return the section of the continuation of an answer, None if its reasoning is complete or it has none."""
-        if answer.rfind(self.start) > answer.rfind(self.end):
+        if _last(answer, (self.start, *self.starts)) > _last(answer, (self.end, *self.ends)):
             return ReasoningSection(self, begun=True)
         return None if answer.strip() else self.after("")
 
@@ -39,20 +51,26 @@ class ReasoningSection:
 
 def reasoning(source: Source, section: ReasoningSection) -> Parsing[None]:
     """Yield the reasoning with which an answer begins, without the white space at its edges and after it."""
-    source.mark()
-    yield from source.space()
-    tagged = yield from source.literal(section.form.start)
-    if not tagged and not section.begun:
-        source.go_back()
+    form = section.form
+    if not (yield from source.attempt(_start(source, (form.start, *form.starts)))) and not section.begun:
         return
-    source.unmark()
     yield from source.space()
-    held, done = "", False
+    text, done = Trimmed(), False
     while not done:
-        text, _, done = yield from source.piece((section.form.end,))
-        text = held + text
-        visible = text.rstrip()
-        held = text[len(visible) :]
-        if visible:
-            yield ReasoningDelta(visible)
+        piece, _, done = yield from source.piece((form.end, *form.ends))
+        yield ReasoningDelta(text.add(piece))
     yield from source.space()
+
+
+def _last(text: str, tags: tuple[str, ...]) -> int:
+    """Return the position of the last of the tags, -1 if there is none."""
+    return max(text.rfind(tag) for tag in tags)
+
+
+def _start(source: Source, tags: tuple[str, ...]) -> Parsing[bool | None]:
+    """Take white space and one of the tags, None if none comes next."""
+    yield from source.space()
+    for tag in tags:
+        if (yield from source.literal(tag)):
+            return True
+    return None

@@ -6,10 +6,12 @@ stream add up to the same message as those of the whole text.
 """
 
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
+from functools import lru_cache
+from itertools import groupby
 from typing import TypeVar
 
-from jaxserve.parsing.events import Event
+from jaxserve.parsing.events import CallBegun, Event
 
 T = TypeVar("T")
 SPACE = re.compile(r"\s+")
@@ -22,7 +24,7 @@ class Source:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0  # position of the next character
-        self._marks: list[int] = []  # positions to which `go_back` returns, the latest last
+        self._marks: list[int] = []  # positions to which attempts may go back, the latest last
         self.complete = False  # nothing more arrives
 
     def push(self, text: str) -> None:
@@ -37,18 +39,10 @@ class Source:
         """Number of characters that have arrived and have not been taken."""
         return len(self._text) - self._at
 
-    def starts_with(self, text: str) -> bool:
-        """Return whether `text` has arrived and comes next."""
-        return self._text.startswith(text, self._at)
-
-    def match(self, pattern: re.Pattern[str]) -> int:
-        """Return how many characters that have arrived match the pattern from here on."""
+    def match(self, pattern: re.Pattern[str]) -> str:
+        """Take what matches the pattern here, of the text that has arrived; "" if nothing does."""
         found = pattern.match(self._text, self._at)
-        return found.end() - self._at if found else 0
-
-    def may_become(self, text: str) -> bool:
-        """Return whether what has arrived is only the beginning of `text`, and more may arrive."""
-        return not self.complete and self.ahead < len(text) and text.startswith(self._text[self._at :])
+        return self.take(found.end() - self._at) if found else ""
 
     def take(self, count: int) -> str:
         """Take `count` characters, or fewer if fewer have arrived."""
@@ -56,17 +50,14 @@ class Source:
         self._at += len(taken)
         return taken
 
-    def mark(self) -> None:
-        """Remember the present position until `unmark` or `go_back`, which must follow."""
+    def attempt(self, parsing: Parsing[T | None]) -> Parsing[T | None]:
+        """Run a parser that yields no events. If it returns None, what it has taken comes again."""
         self._marks.append(self._at)
-
-    def unmark(self) -> None:
-        """Forget the position that was remembered last."""
-        self._marks.pop()
-
-    def go_back(self) -> None:
-        """Return to the position that was remembered last, and forget it."""
-        self._at = self._marks.pop()
+        result = yield from parsing
+        mark = self._marks.pop()
+        if result is None:
+            self._at = mark
+        return result
 
     def more(self) -> Parsing[bool]:
         """Wait for more text, and return False if none will arrive."""
@@ -83,61 +74,61 @@ class Source:
             pass
         return self._text[self._at : self._at + count]
 
+    def run(self, pattern: re.Pattern[str]) -> Parsing[str]:
+        """Take all characters that come next and match the pattern, which is one of runs of certain characters."""
+        taken = []
+        while True:
+            taken.append(self.match(pattern))
+            if self.ahead or not (yield from self.more()):
+                return "".join(taken)
+
     def space(self) -> Parsing[str]:
         """Take white space."""
-        taken = ""
-        while (yield from self.peek()).isspace():
-            taken += self.take(self.match(SPACE))
-        return taken
+        return (yield from self.run(SPACE))
+
+    def comes(self, text: str) -> Parsing[bool]:
+        """Return whether `text` comes next."""
+        while self.ahead < len(text) and text.startswith(self._text[self._at :]) and (yield from self.more()):
+            pass
+        return self._text.startswith(text, self._at)
 
     def literal(self, text: str) -> Parsing[bool]:
         """Take `text` if it comes next, and return whether it does."""
-        for length in range(1, len(text) + 1):
-            if (yield from self.peek(length)) != text[:length]:
-                return False
+        if not (yield from self.comes(text)):
+            return False
         self.take(len(text))
         return True
 
-    def until(self, *ends: str) -> "Parsing[tuple[str, str]]":
-        """Take text before the first of `ends`; return it with the end that was found, "" if there is none."""
-        taken = []
-        while True:
-            piece, end, done = yield from self.piece(ends)
-            taken.append(piece)
-            if done:
-                return "".join(taken), end
+    def spaced(self, text: str) -> Parsing[bool | None]:
+        """Take white space and `text`, None if they do not come next (for `attempt`)."""
+        yield from self.space()
+        return (yield from self.literal(text)) or None
 
-    def piece(self, ends: Sequence[str]) -> Parsing[tuple[str, str, bool]]:
+    def piece(self, ends: tuple[str, ...]) -> Parsing[tuple[str, str, bool]]:
         """Take what has arrived before the first of `ends`, as (text, end, done).
 
         `done`: the end has been found and taken, or the whole text is complete, and `end` is "". Otherwise some text is
-        returned, and the end is still to come.
+        returned, and the end is still to come. Of ends that begin at one place the longest is found.
         """
         while True:
-            found = self._find(ends)
-            if found is not None:
-                begin, end = found
+            begin, end = self._find(ends)
+            certain = self.ahead if self.complete else self.ahead - self._held_back(ends)
+            if end and begin - self._at < certain:
                 text = self.take(begin - self._at)
                 self.take(len(end))
                 return text, end, True
             if self.complete:
                 return self.take(self.ahead), "", True
-            certain = self.ahead - self._held_back(ends)
             if certain:
                 return self.take(certain), "", False
             yield from self.more()
 
-    def _find(self, ends: Sequence[str]) -> tuple[int, str] | None:
-        """Return the position and text of the first of `ends`, None if it may still turn out to be part of another."""
-        found = [(begin, -len(end), end) for end in ends if (begin := self._text.find(end, self._at)) >= 0]
-        if not found:
-            return None
-        begin, _, end = min(found)
-        if not self.complete and len(self._text) - self._held_back(ends) <= begin:
-            return None
-        return begin, end
+    def _find(self, ends: tuple[str, ...]) -> tuple[int, str]:
+        """Return the position and text of the first of `ends` that has arrived, "" if none has."""
+        found = _any_of(ends).search(self._text, self._at) if ends else None
+        return (found.start(), found.group()) if found else (len(self._text), "")
 
-    def _held_back(self, ends: Sequence[str]) -> int:
+    def _held_back(self, ends: tuple[str, ...]) -> int:
         """Return the number of characters at the end of the text that may be the beginning of one of `ends`."""
         longest = 0
         for end in ends:
@@ -165,9 +156,23 @@ class Incremental:
         return self._run()
 
     def _run(self) -> list[Event]:
-        events = []
+        events: list[Event] = []
         for event in self._parser:
             if event is None:
                 break
             events.append(event)
-        return events
+        return list(_joined(events))
+
+
+def _joined(events: list[Event]) -> Iterator[Event]:
+    """Yield the events with the texts of successive ones of a kind in one, and without those that say nothing."""
+    for kind, group in groupby(events, type):
+        if kind is CallBegun:
+            yield from group
+        elif text := "".join(event.text for event in group if not isinstance(event, CallBegun)):
+            yield kind(text)
+
+
+@lru_cache
+def _any_of(ends: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(end) for end in sorted(ends, key=len, reverse=True)))

@@ -1,38 +1,46 @@
-"""The text around tool calls: which white space belongs to the answer."""
+"""The white space of an answer: what belongs to it, and what only separates its parts."""
 
-from collections.abc import Iterator
+from jaxserve.parsing.events import CallBegun, TextDelta
+from jaxserve.parsing.source import Parsing
 
-from jaxserve.parsing.events import TextDelta
+
+class Trimmed:
+    """Text that arrives in pieces, without white space at its end."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []  # white space after which nothing has come yet
+
+    def add(self, text: str) -> str:
+        """Return what is certain now that `text` follows."""
+        visible = text.rstrip()
+        certain = self.drop() + visible if visible else ""
+        self._held.append(text[len(visible) :])
+        return certain
+
+    def drop(self) -> str:
+        """Return the white space at the end, and forget it."""
+        held, self._held = "".join(self._held), []
+        return held
 
 
-class TextOutput:
-    """The text of an answer, without the white space that only separates calls from text or from each other.
+def without_separators(parsing: Parsing[None]) -> Parsing[None]:
+    """Yield the events of an answer without the white space that separates calls from text and from each other.
 
     White space before a call and after the last call is dropped; between two stretches of text it stays.
     """
-
-    def __init__(self) -> None:
-        self._held = ""  # white space that may turn out to be dropped
-        self._begun = False  # some text has been sent
-        self._called = False  # a call has been sent
-
-    def text(self, text: str) -> Iterator[TextDelta]:
-        """Yield what can be sent now that `text` follows."""
-        text = self._held + text
-        if not self._begun and self._called:
-            text = text.lstrip()
-        visible = text.rstrip()
-        self._held = text[len(visible) :]
-        if visible:
-            self._begun = True
+    text = Trimmed()
+    begun = called = False  # some text, a call has been sent
+    for event in parsing:
+        if isinstance(event, TextDelta):
+            visible = text.add(event.text)
+            if visible and called and not begun:
+                visible = visible.lstrip()
+            begun = begun or bool(visible)
             yield TextDelta(visible)
-
-    def call(self) -> None:
-        """Note that a call follows."""
-        self._held, self._called = "", True
-
-    def end(self) -> Iterator[TextDelta]:
-        """Yield what is left at the end of the answer."""
-        if self._held and not self._called:
-            yield TextDelta(self._held)
-        self._held = ""
+            continue
+        if isinstance(event, CallBegun):
+            called = True
+            text.drop()
+        yield event
+    if not called:
+        yield TextDelta(text.drop())

@@ -84,7 +84,7 @@ class AnswerFormats:
 
     def shows_special_tokens(self, form: AnswerFormat) -> bool:
         """Return whether the parser must see tokens that are left out of text otherwise."""
-        tags = () if form.section is None else (form.section.form.start, form.section.form.end)
+        tags = () if form.section is None else form.section.form.markers
         return any(text in self.special_tokens for text in (*tags, *(() if form.form is None else form.form.markers)))
 
 

@@ -62,7 +62,7 @@ class ChatResponse(GenerationResponse[ChatBody]):
         if parsed.reasoning:
             message |= _reasoning(parsed.reasoning)
         if parsed.calls:
-            calls = [self._begin_call(call.name, call.arguments) for call in parsed.calls]
+            calls = [self._begin_call(i, call.name, call.arguments) for i, call in enumerate(parsed.calls)]
             message |= {"content": parsed.text or None, "tool_calls": calls}
         return message
 
@@ -103,12 +103,14 @@ class ChatResponse(GenerationResponse[ChatBody]):
                 return _reasoning(text)
             case CallBegun(name):
                 sent.calls += 1
-                return {"tool_calls": [{"index": sent.calls - 1, **self._begin_call(name, "")}]}
+                index = sent.calls - 1
+                return {"tool_calls": [{"index": index, **self._begin_call(index, name, "")}]}
             case ArgumentsDelta(text):
                 return {"tool_calls": [{"index": sent.calls - 1, "function": {"arguments": text}}]}
 
-    def _begin_call(self, name: str, arguments: str) -> dict[str, Any]:
-        return {"id": self.form.new_call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+    def _begin_call(self, index: int, name: str, arguments: str) -> dict[str, Any]:
+        call_id = self.form.new_call_id(name, index)
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _role_chunk(self, prompt: int, index: int) -> dict[str, Any]:
         chunk = self._chunk(index, {"role": "assistant", "content": ""})

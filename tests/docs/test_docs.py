@@ -12,6 +12,7 @@ import typer
 
 from jaxserve import SamplingParams
 from jaxserve.cli.main import app
+from jaxserve.parsing.registry import REASONING_PARSERS, TOOL_PARSERS
 from jaxserve.server.schemas import harmless
 from jaxserve.telemetry import EngineMetrics
 
@@ -65,6 +66,12 @@ def test_quantization_manual_names_every_option():
     text = (ROOT / "docs" / "quantization.md").read_text()
     documented = {name.split()[0] for name in names_in_table(section(text, "Preparing variants"))}
     assert {name for name in documented if name.startswith("--")} == known
+
+
+def test_page_of_parsers_names_every_parser():
+    page = (ROOT / "docs" / "parsers.md").read_text()
+    assert names_in_table(section(page, "Tool calls")) == set(TOOL_PARSERS)
+    assert names_in_table(section(page, "Reasoning")) == set(REASONING_PARSERS)
 
 
 def test_server_manual_names_every_metric():

@@ -1,57 +1,46 @@
-"""Calls as JSON in tags, as Hermes, Qwen2.5 and Qwen3 write them."""
+"""Calls as JSON objects in tags: Hermes, Qwen2.5, Qwen3, Granite 4, InternLM 2.5."""
 
-import json
 from collections.abc import Sequence
+from typing import ClassVar
 
-from jaxserve.parsing.formats.base import ToolFormat
-from jaxserve.parsing.json_text import call_body, call_head
+from jaxserve.parsing.formats.base import ToolFormat, call_in_json
+from jaxserve.parsing.json_text import Head, call_body, call_head
 from jaxserve.parsing.source import Parsing, Source
-from jaxserve.parsing.text_output import TextOutput
 from jaxserve.parsing.tools import Tool
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Hermes(ToolFormat):
     """<tool_call>{"name": "f", "arguments": {...}}</tool_call>, once for each call."""
 
     name = "hermes"
-    markers = (OPEN, CLOSE)
-    trigger = OPEN
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+    triggers = ("<tool_call>",)
     separator = "\n"
+    close: ClassVar[str] = "</tool_call>"
 
-    def parse(self, source: Source, tools: Sequence[Tool]) -> Parsing[None]:
-        output = TextOutput()
-        while True:
-            text, found, done = yield from source.piece((OPEN,))
-            yield from output.text(text)
-            if found and not (yield from self._call(source, output)):
-                yield from output.text(found)
-            elif done and not found:
-                yield from output.end()
-                return
+    def head(self, source: Source, tools: Sequence[Tool], trigger: str) -> Parsing[Head | None]:
+        yield from source.space()
+        return (yield from call_head(source))
 
-    def _call(self, source: Source, output: TextOutput) -> Parsing[bool]:
-        """Yield the events of a call, or take nothing and return False if it is not valid."""
-        source.mark()
-        yield from source.space()
-        head = yield from call_head(source, CLOSE)
-        if head is None:
-            source.go_back()
-            return False
-        source.unmark()
-        output.call()
-        yield from call_body(source, head, CLOSE)
-        source.mark()
-        yield from source.space()
-        if (yield from source.literal(CLOSE)):
-            source.unmark()
-        else:
-            source.go_back()
-        return True
+    def body(self, source: Source, tools: Sequence[Tool], head: Head) -> Parsing[None]:
+        yield from call_body(source, head, self.close)
+        yield from source.attempt(source.spaced(self.close))
 
     def before(self, name: str) -> str:
-        return f'{OPEN}\n{{"name": {json.dumps(name)}, "arguments": '
+        return f"{self.triggers[0]}\n{call_in_json(name)}"
 
     def after(self) -> str:
-        return f"}}\n{CLOSE}"
+        return f"}}\n{self.close}"
+
+
+class InternLM(Hermes):
+    """<|action_start|><|plugin|>{"name": "f", "parameters": {...}}<|action_end|>, once for each call."""
+
+    name = "internlm"
+    markers = ("<|action_start|>", "<|plugin|>", "<|action_end|>")
+    triggers = ("<|action_start|><|plugin|>",)
+    separator = ""
+    close = "<|action_end|>"
+
+    def after(self) -> str:
+        return f"}}{self.close}"
