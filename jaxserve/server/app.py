@@ -15,12 +15,13 @@ from jaxserve.server.routes import (
     embeddings,
     models,
     operations,
+    responses,
     tokenization,
 )
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 
-ROUTERS = (chat, completions, embeddings, models, tokenization, operations, admin, dashboard)
+ROUTERS = (chat, responses, completions, embeddings, models, tokenization, operations, admin, dashboard)
 
 
 def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI:

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -75,9 +76,16 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = MAX_VALUE_LENGTH
 
 # Served endpoints, and the APIs of other servers that clients ask for, by path.
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/models")
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/tokenize",
+    "/detokenize",
+    "/v1/models",
+)
 OTHER_APIS = {
-    "/v1/responses": "OpenAI's Responses API",
     "/v1/messages": "Anthropic's Messages API",
     "/v1/rerank": "reranking",
     "/rerank": "reranking",
@@ -105,11 +113,16 @@ def rename_error_fields(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except RequestError as error:
         if (name := names.get(error.field or "")) is not None:
-            message = str(error)
-            if message.startswith(f"{error.field} "):
-                error.args = (name + message.removeprefix(error.field or ""),)
-            error.field = name
+            rename_field(error, name)
         raise
+
+
+def rename_field(error: RequestError, name: str) -> None:
+    """Replace the name of the field that an error is about."""
+    message, field = str(error), error.field or ""
+    if field and re.match(rf"{re.escape(field)}(?![\w.]\w)", message):
+        error.args = (name + message.removeprefix(field),)
+    error.field = name or None
 
 
 def envelope(

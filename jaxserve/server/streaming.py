@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -31,6 +32,27 @@ def event(data: Any) -> bytes:
         for character, escaped in LINE_ENDS.items():
             text = text.replace(character.encode(), escaped)
     return b"data: " + text + b"\n\n"
+
+
+def named_event(data: Mapping[str, Any]) -> bytes:
+    """Return one server-sent event with `data` as JSON, whose name is the type in it."""
+    return b"event: " + data["type"].encode() + b"\n" + event(data)
+
+
+def _error_values(error: Exception) -> list[Any]:
+    return [response_parts(error)[1]]
+
+
+@dataclass(frozen=True)
+class StreamFormat:
+    """How a stream is written: its values, the values that tell of an error, and its end."""
+
+    write: Callable[[Any], bytes] = event
+    errors: Callable[[Exception], Iterable[Any]] = _error_values
+    end: bytes = DONE
+
+
+COMPLETIONS = StreamFormat()
 
 
 async def disconnected(receive: Receive) -> None:
@@ -61,7 +83,7 @@ async def _cancel(task: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """A response of server-sent events from a generator of JSON values, ended by `data: [DONE]` even after an error.
+    """A response of server-sent events from a generator of JSON values, whose end is sent even after an error.
 
     `start` waits at most one ping interval for the first value, so that a request refused by then gets its proper
     status. A later error becomes an event. After each interval without an event a comment is sent, since proxies and
@@ -76,16 +98,21 @@ class EventStream(Response):
         rest: AsyncGenerator[Any, None],
         headers: Mapping[str, str],
         ping_interval: float,
+        form: StreamFormat,
     ):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
-        self._first, self._rest = first, rest
+        self._first, self._rest, self._format = first, rest, form
         self._ping_interval = ping_interval  # seconds
         self._silent = True  # no event since the last check of `_ping`
 
     @classmethod
     async def start(
-        cls, request: Request, values: AsyncGenerator[Any, None], headers: Mapping[str, str]
+        cls,
+        request: Request,
+        values: AsyncGenerator[Any, None],
+        headers: Mapping[str, str],
+        form: StreamFormat = COMPLETIONS,
     ) -> "EventStream":
         """Return the stream once the first value has arrived, or after one ping interval.
 
@@ -101,7 +128,7 @@ class EventStream(Response):
             await _cancel(first)
             await values.aclose()
             raise
-        return cls(first, values, headers, interval)
+        return cls(first, values, headers, interval, form)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._rest):
@@ -128,14 +155,15 @@ class EventStream(Response):
         except Exception as error:
             if not isinstance(error, JaxserveError):
                 logger.exception("a stream failed")
-            await _send_part(send, event(response_parts(error)[1]))
+            for value in self._format.errors(error):
+                await self._send_event(send, value)
         finally:
             await _cancel(pings)
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._format.end, "more_body": False})
 
     async def _send_event(self, send: Send, value: Any) -> None:
         self._silent = False
-        await _send_part(send, event(value))
+        await _send_part(send, self._format.write(value))
 
     async def _ping(self, send: Send) -> None:
         while True:

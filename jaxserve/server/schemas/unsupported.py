@@ -154,3 +154,19 @@ UNSUPPORTED_IN_MESSAGES: Mapping[str, Unsupported] = {
     **_use("continue_final_message, with add_generation_prompt false,", "prefix", "partial"),
     **_because("send it as content", "refusal"),
 }
+
+UNSUPPORTED_IN_RESPONSES: Mapping[str, Unsupported] = {
+    **UNSUPPORTED,
+    **_use("input", "messages"),
+    **_use("max_output_tokens", "max_tokens", "max_completion_tokens", neutral=()),
+    **_use("text.format", "response_format"),
+    **_use("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    **_use("structured_outputs", "json_schema", "grammar", "regex", "ebnf"),
+    **_use("include", "logprobs"),
+    **_unknown("n", neutral=(1,)),
+    **_unknown("conversation", "prompt", "context_management", "moderation", "background_options"),
+    **_unknown("image", "access_programs", "personality"),
+    **_unknown("prompt_logprobs", "return_token_ids", "enable_response_messages", "previous_input_messages"),
+    **_because("the model chooses what it shows of earlier reasoning", "context", neutral=("auto",)),
+    **_because("this model has one mode", "mode", neutral=("standard",)),
+}
