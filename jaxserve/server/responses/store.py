@@ -129,7 +129,7 @@ class ResponseStore:
         return self._max_responses > 0
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         """The memory that the responses take."""
         return self._bytes.total()
 
@@ -144,7 +144,7 @@ class ResponseStore:
         self._book(stored.turn)
         if stored.booked + stored.turn.booked > self._max_bytes and stored.running is None:
             self._drop(stored)
-        while len(self._kept) > self._max_responses or self.bytes > self._max_bytes:
+        while len(self._kept) > self._max_responses or self.size > self._max_bytes:
             oldest = self._oldest()
             if oldest is None:
                 return

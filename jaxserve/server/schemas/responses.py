@@ -111,9 +111,7 @@ class ResponsesBody(Body):
     """A response as in OpenAI's API reference, with vLLM's additional sampling parameters."""
 
     model: str | None = None
-    input: Annotated[
-        Annotated[str | list[dict[str, Any]], FailFast()] | None, expecting("a string or a list of items")
-    ] = None
+    input: Annotated[str | list[dict[str, Any]] | None, expecting("a string or a list of items")] = None
     instructions: str | None = None
     previous_response_id: Annotated[str | None, Field(max_length=128)] = None
     stream: bool = False
@@ -237,7 +235,7 @@ class ResponsesBody(Body):
 
 @contextlib.contextmanager
 def responses_names() -> Iterator[None]:
-    """Name the fields of the Responses API in RequestErrors that leave the block, instead of chat completions' fields."""
+    """Give fields in RequestErrors that leave the block their names in the Responses API."""
     try:
         yield
     except RequestError as error:
