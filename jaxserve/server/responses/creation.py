@@ -14,7 +14,6 @@ from jaxserve.server.responses.running import RunningResponse
 from jaxserve.server.responses.store import Owner, ResponseStore, StoredResponse, Turn, parsed
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.response_items import INSTRUCTING, REFERENCE, Item, item_type, kept_item
-from jaxserve.server.schemas.response_tools import custom_names
 from jaxserve.server.schemas.responses import SEALED_REASONING, ResponsesBody, responses_names
 from jaxserve.server.state import ServerState
 
@@ -32,7 +31,7 @@ async def create_response(state: ServerState, body: ResponsesBody, owner: Owner)
             "background needs a server that keeps responses (--max-stored-responses)", field="background"
         )
     id = f"resp_{uuid.uuid4().hex}"
-    with responses_names():
+    with responses_names(body):
         turn, chat = await conversation(store, body, owner)
         work = await _fitting(state, chat, id) if body.truncation == "auto" else await conversation_job(state, chat, id)
     params = work.job.params[0]
@@ -47,7 +46,7 @@ async def create_response(state: ServerState, body: ResponsesBody, owner: Owner)
         "top_p": params.top_p,
     }
     sealed = SEALED_REASONING in (body.include or ())
-    shown = Shown(body.num_logprobs, sealed, custom_names(body.tools or ()))
+    shown = Shown(body.num_logprobs, sealed, {tool.known_as: tool for tool in body.client_tools()})
     events = ResponseEvents(head, work, shown, state.timestamp)
     stored = None
     if stores:

@@ -162,9 +162,9 @@ class ResponseEvents:
         item = self._items[-1]
         item.status = status
         match item.part:
-            case Call(name) if not item.is_custom:
+            case Call() if not item.is_custom:
                 kind = "response.function_call_arguments.done"
-                events = [self._of_item(kind, name=name, arguments=item.argument)]
+                events = [self._of_item(kind, name=item.called["name"], arguments=item.argument)]
             case Call():
                 delta = self._of_item("response.custom_tool_call_input.delta", delta=item.argument)
                 events = [delta, self._of_item("response.custom_tool_call_input.done", input=item.argument)]

@@ -1,12 +1,13 @@
 """The items of a response's output, made from the parts of an answer."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.parsing.events import Call, Part, Reasoning, Text
 from jaxserve.server.schemas.response_items import new_item_id, seal
-from jaxserve.server.schemas.response_tools import CUSTOM_ARGUMENT
+from jaxserve.server.schemas.response_tools import CUSTOM_ARGUMENT, ClientTool
 
 Json = dict[str, Any]
 
@@ -16,12 +17,13 @@ class Shown:
     """What a response shows of an answer besides its texts.
 
     `alternatives`: the number of likely tokens to list with the log-probability of each token, None for no
-    log-probabilities. `sealed`: reasoning is returned as `encrypted_content`, too. `custom`: the names of custom tools.
+    log-probabilities. `sealed`: reasoning is returned as `encrypted_content`, too. `tools`: the client's tools by the names
+    by which the model knows them.
     """
 
     alternatives: int | None = None
     sealed: bool = False
-    custom: frozenset[str] = frozenset()
+    tools: Mapping[str, ClientTool] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -52,7 +54,19 @@ class OutputItem:
     @property
     def is_custom(self) -> bool:
         """True if the item is a call of a custom tool, which takes text."""
-        return isinstance(self.part, Call) and self.part.name in self.shown.custom
+        return self.tool is not None and self.tool.custom
+
+    @property
+    def tool(self) -> ClientTool | None:
+        """The tool that is called; None if the item is no call, or the model has made the tool up."""
+        return self.shown.tools.get(self.part.name) if isinstance(self.part, Call) else None
+
+    @property
+    def called(self) -> Json:
+        """The name of the tool that is called, as the client knows it."""
+        if self.tool is None or self.tool.namespace is None:
+            return {"name": self.part.name if isinstance(self.part, Call) else ""}
+        return {"name": self.tool.name, "namespace": self.tool.namespace}
 
     def as_dict(self, *, empty: bool = False) -> Json:
         """Return the item as JSON; `empty`: as it was when it began."""
@@ -60,7 +74,7 @@ class OutputItem:
         if isinstance(self.part, Call):
             name = "input" if self.is_custom else "arguments"
             argument = "" if empty else self.argument
-            return {**base, "call_id": self.call_id, "name": self.part.name, name: argument}
+            return {**base, "call_id": self.call_id, **self.called, name: argument}
         content = [] if empty else [self.content()]
         if isinstance(self.part, Text):
             return {**base, "role": "assistant", "content": content}

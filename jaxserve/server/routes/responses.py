@@ -55,7 +55,7 @@ async def count_input_tokens(body: ResponsesBody, state: State, owner: Client) -
     client = state.client()
     state.check_model(body.model)
     body.check()
-    with responses_names():
+    with responses_names(body):
         _, chat = await conversation(state.responses, body, owner)
         state.formats().answer_format(chat, "")
         text = await render(client, chat)

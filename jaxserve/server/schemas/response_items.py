@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
-from jaxserve.server.schemas.response_tools import custom_arguments
+from jaxserve.server.schemas.response_tools import custom_arguments, model_name
 
 Item = Mapping[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
@@ -157,10 +157,12 @@ class _Conversation:
             turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), text)))
 
     def _call(self, item: Item, arguments: str, place: str) -> None:
+        namespace = None if item.get("namespace") is None else _string(item, "namespace", place)
+        name = model_name(_string(item, "name", place), namespace)
         call = {
             "id": _string(item, "call_id", place),
             "type": "function",
-            "function": {"name": _string(item, "name", place), "arguments": arguments},
+            "function": {"name": name, "arguments": arguments},
         }
         self._turn(continues=lambda last: True).setdefault("tool_calls", []).append(call)
 

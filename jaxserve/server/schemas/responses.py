@@ -13,7 +13,7 @@ from jaxserve.server.schemas.body import Body, expecting
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.common import PRIORITY_BOUND
 from jaxserve.server.schemas.response_items import Item, messages_of
-from jaxserve.server.schemas.response_tools import chat_tool_choice, chat_tools
+from jaxserve.server.schemas.response_tools import ClientTool, chat_tool_choice, client_tools
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_RESPONSES, check_unsupported
 
 LOGPROBS = "message.output_text.logprobs"
@@ -192,6 +192,10 @@ class ResponsesBody(Body):
         """How much the model shall reason."""
         return None if self.reasoning is None else self.reasoning.effort
 
+    def client_tools(self) -> list[ClientTool]:
+        """Return the tools. Raise RequestError if a tool is not supported."""
+        return client_tools(self.tools or ())
+
     def items(self) -> list[Item]:
         """Return the input as items."""
         if isinstance(self.input, str):
@@ -205,7 +209,7 @@ class ResponsesBody(Body):
         """
         asked = {name: value for name in SHARED if (value := getattr(self, name)) is not None}
         asked["messages"] = messages_of(items, self.instructions)
-        asked["tools"] = chat_tools(self.tools or ())
+        asked["tools"] = [tool.for_chat() for tool in self.client_tools()]
         asked["tool_choice"] = None if self.tool_choice is None else chat_tool_choice(self.tool_choice)
         asked["response_format"] = None if self.text is None else self.text.response_format()
         asked["max_tokens"] = self.max_output_tokens
@@ -234,11 +238,15 @@ class ResponsesBody(Body):
 
 
 @contextlib.contextmanager
-def responses_names() -> Iterator[None]:
+def responses_names(body: ResponsesBody) -> Iterator[None]:
     """Give fields in RequestErrors that leave the block their names in the Responses API."""
     try:
         yield
     except RequestError as error:
         field = error.field or ""
-        rename_field(error, NAMES.get(field, re.sub(r"^(tools\.\d+)\.function\b", r"\1", field)))
+        if found := re.match(r"tools\.(\d+)\.function", field):
+            place = body.client_tools()[int(found[1])].place
+            rename_field(error, place + field.removeprefix(found[0]))
+        elif field in NAMES:
+            rename_field(error, NAMES[field])
         raise
