@@ -57,8 +57,8 @@ class ResponseEvents:
         return {**self._head, "status": self.status, "output": self.output, **open_fields, **self._ending}
 
     def begin(self) -> list[Json]:
-        """Return the events of a response that has been accepted."""
-        return [self._snapshot("created"), self._snapshot(self.status)]
+        """Return the events of a response that has been accepted, none if they have been returned before."""
+        return [] if self._number else [self._snapshot("created"), self._snapshot(self.status)]
 
     def run(self) -> list[Json]:
         """Return the event of a queued response that begins to run, none if it was not queued."""
@@ -86,7 +86,7 @@ class ResponseEvents:
         """Return the last events of a response that an error ends."""
         if self.ended:
             return []
-        begin = [] if self._number else self.begin()
+        begin = self.begin()
         cause = response_parts(error)[1]["error"]
         code = "server_error"
         if isinstance(error, RequestError):

@@ -45,14 +45,12 @@ class RunningResponse:
 
     async def stream(self) -> AsyncGenerator[Json, None]:
         """Yield the events of the response. It is kept before the last one, after which the client may continue it."""
-        begun = False
         async with contextlib.aclosing(self._outputs()) as parts:
             async for part in parts:
                 if self.events.ended:
                     self._keep(await self._written())
-                for event in part if begun else [*self.events.begin(), *part]:
+                for event in part:
                     yield event
-                begun = True
 
     def fail(self, error: Exception) -> list[Json]:
         """Return the last events of a stream that an error ends."""
@@ -85,7 +83,7 @@ class RunningResponse:
         """Yield the events for each output of the engine."""
         async with contextlib.aclosing(self._work.job.run(self._work.client)) as outputs:
             async for _, output in outputs:
-                yield [*self.events.run(), *self._add(output)]
+                yield [*self.events.begin(), *self.events.run(), *self._add(output)]
 
     async def _in_background(self) -> None:
         try:
