@@ -14,6 +14,7 @@ from tests.server.serving import serving
 BODIES = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
     "several choices": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 3}),
+    "response": ("/v1/responses", {"input": "hi"}),
     "completion": ("/v1/completions", {"prompt": "hi"}),
     "several prompts": ("/v1/completions", {"prompt": ["hi", "ho"]}),
     "embedding": ("/v1/embeddings", {"input": ["a", "b"]}),

@@ -124,8 +124,8 @@ def test_dashboard_with_trailing_slash_redirects_to_working_links(http):
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
-        ("/v1/responses", "OpenAI's Responses API is not served"),
-        ("/v1/responses/resp_1", "OpenAI's Responses API is not served"),
+        ("/v1/responses/resp_1/unknown", "/v1/responses"),
+        ("/responses", "did you mean /v1/responses?"),
         ("/v1/messages", "Anthropic's Messages API is not served"),
         ("/v1/rerank", "reranking is not served"),
         ("/v1/score", "scoring is not served"),

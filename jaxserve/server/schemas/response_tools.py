@@ -72,11 +72,12 @@ def chat_tool_choice(choice: str | Mapping[str, Any]) -> str | dict[str, Any]:
         case {"type": "allowed_tools", "tools": list() as allowed}:
             tools = [_allowed(tool, f"tool_choice.tools.{index}") for index, tool in enumerate(allowed)]
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-    kind = choice.get("type")
+    kind, field = choice.get("type"), "tool_choice.type"
     raise UnsupportedParameter(
-        "tool_choice must be none, auto, required, a function or custom tool by name, or allowed_tools",
-        field="tool_choice" if kind is None else "tool_choice.type",
-        value=choice if kind is None else kind,
+        f"{field} is {str(kind)[:40]!r}: tool_choice must be none, auto, required, a function or custom tool by name, "
+        "or allowed_tools",
+        field=field,
+        value=kind,
     )
 
 

@@ -76,11 +76,12 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "reasoning_effort": "reasoning.effort",
-    "response_format": "text.format",
-    "response_format.json_schema.schema": "text.format.schema",
     "tool_choice.allowed_tools.tools": "tool_choice.tools",
     "tool_choice.function.name": "tool_choice.name",
 }
+
+# The same for fields whose parts are named, and which messages about other fields mention.
+NAMES_OF_PARTS = {"response_format.json_schema": "text.format", "response_format": "text.format"}
 
 MetadataText = Annotated[str, Field(max_length=512)]
 
@@ -243,7 +244,10 @@ def responses_names(body: ResponsesBody) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        field = error.field or ""
+        message, field = str(error), error.field or ""
+        for name, own in NAMES_OF_PARTS.items():
+            message, field = message.replace(name, own), field.replace(name, own)
+        error.args, error.field = (message,), field or None
         if found := re.match(r"tools\.(\d+)\.function", field):
             place = body.client_tools()[int(found[1])].place
             rename_field(error, place + field.removeprefix(found[0]))

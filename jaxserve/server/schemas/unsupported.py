@@ -158,8 +158,11 @@ UNSUPPORTED_IN_MESSAGES: Mapping[str, Unsupported] = {
 UNSUPPORTED_IN_RESPONSES: Mapping[str, Unsupported] = {
     **UNSUPPORTED,
     **_use("input", "messages"),
-    **_use("max_output_tokens", "max_tokens", "max_completion_tokens", neutral=()),
-    **_use("text.format", "response_format"),
+    **_use("max_output_tokens", "max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict", neutral=()),
+    **_use("max_output_tokens", "num_predict", "max_length", "max_gen_len", "max_tokens_to_sample", neutral=()),
+    **_use("text.format", "response_format", "format", "response_schema"),
+    **_use("reasoning.effort", "reasoning_effort"),
+    **_use("text.verbosity", "verbosity", neutral=("medium",)),
     **_use("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     **_use("structured_outputs", "json_schema", "grammar", "regex", "ebnf"),
     **_use("include", "logprobs"),
