@@ -1,8 +1,10 @@
 """A fake engine with a chat template that shows reasoning and tools, and the texts of answers with both."""
 
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
+from jaxserve.core.request import RequestOutput
 from jaxserve.engine.tokenizer import Tokenizer
 from tests.server.fake import END, FakeClient, byte_tokenizer
 
@@ -31,6 +33,19 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
     """Return a function tool of the Responses API that takes one text."""
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
     return {"type": "function", "name": name, "parameters": parameters, **fields}
+
+
+class Scripted(FakeClient):
+    """A fake engine that answers one request after the other with the next of several scripts."""
+
+    def __init__(self, *scripts: str):
+        template = answering("")
+        super().__init__(tokenizer=template.tokenizer, max_model_len=template.max_model_len)
+        self.scripts = list(scripts)
+
+    def generate(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+        self.script = self.scripts.pop(0)
+        return super().generate(*args, **options)
 
 
 def answering(script: str, **options: Any) -> FakeClient:

@@ -17,8 +17,8 @@ class Shown:
     """What a response shows of an answer besides its texts.
 
     `alternatives`: the number of likely tokens to list with the log-probability of each token, None for no
-    log-probabilities. `sealed`: reasoning is returned as `encrypted_content`, too. `tools`: the tools of the client by the
-    names by which the model knows them.
+    log-probabilities. `sealed`: reasoning is returned as `encrypted_content`, too. `tools`: the client's tools by the
+    names that the model knows.
     """
 
     alternatives: int | None = None
