@@ -1,9 +1,16 @@
-"""Requests in the form in which the Codex command line sends them: streamed, with tools, and nothing kept."""
+"""The Codex command line: its requests, which are streamed, with tools, and nothing kept; and itself, if installed."""
 
 import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.server.answering import REASONING, Scripted, call
 from tests.server.serving import serving
@@ -54,12 +61,7 @@ def turn(url: str, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: ")]
     assert events[-1]["type"] == "response.completed"
     assert set(events[-1]["response"]["usage"]) >= {"input_tokens", "output_tokens", "total_tokens"}
-    items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    for item in items:  # Codex sends neither the status nor, if it is sealed, the text of reasoning
-        del item["status"]
-        if item["type"] == "reasoning":
-            del item["content"]
-    return items
+    return [event["item"] for event in events if event["type"] == "response.output_item.done"]
 
 
 def test_codex_calls_tools_over_several_turns():
@@ -102,3 +104,26 @@ def test_codex_calls_tools_over_several_turns():
         '[assistant]<tool_call>{"name": "mcp__docs__search", "arguments": {"command": ["jax"]}}</tool_call>\n'
         "[tool]found\n[assistant]"
     )
+
+
+@pytest.mark.skipif(shutil.which("codex") is None, reason="Codex is not installed: npm install -g @openai/codex")
+def test_codex_itself_runs_a_command_and_answers(tmp_path):
+    manual = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    configuration = re.findall(r"^```toml\n(.*?)^```", manual, re.MULTILINE | re.DOTALL)[0]
+    fake = Scripted(f"{REASONING}I look.{call('exec_command', cmd='echo from the tool')}", "All done.")
+    fake.info = replace(fake.info, max_model_len=1_000_000)
+    with serving(fake) as address:
+        configuration = configuration.replace('"NAME"', '"fake"').replace("http://127.0.0.1:8000", address.url)
+        (tmp_path / "config.toml").write_text(configuration)
+        command = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+        done = subprocess.run(
+            [*command, "-C", str(tmp_path), "Say hello"],
+            env={**os.environ, "CODEX_HOME": str(tmp_path)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "All done."
+    assert "from the tool" in fake.seen[-1][0].text.partition("[tool]")[2]
