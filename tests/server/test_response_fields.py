@@ -26,6 +26,8 @@ def post(fake):
     [
         ("input", {"input": None}),
         ("input", {"input": 5}),
+        ("input", {"input": []}),
+        ("input", {"input": [{"type": "reasoning", "summary": []}]}),
         ("input", {"input": [5]}),
         ("model", {"model": "other"}),
         ("conversation", {"conversation": "conv_1"}),

@@ -1,11 +1,12 @@
 """The events of a response, and the response that they add up to."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from jaxserve.core.errors import QueueFull, RequestError
 from jaxserve.core.request import CompletionOutput, TokenLogprobs
-from jaxserve.parsing.events import ArgumentsDelta, Call, CallBegun, Event, ParsedMessage, Part, Reasoning, TextDelta
+from jaxserve.parsing.events import Call, CallBegun, Event, ParsedMessage, Part, Reasoning, ReasoningDelta, TextDelta
 from jaxserve.server.conversation import Conversation
 from jaxserve.server.errors import response_parts
 from jaxserve.server.logprobs import format_chat_logprobs
@@ -71,14 +72,16 @@ class ResponseEvents:
         """Return the events for new output, and the last ones if the answer ends with it."""
         self._tokens += len(new.token_ids)
         pieces = self._texts.split(new) if self._divided else [(new.text, (), len(new.token_ids))]
-        events: list[Json] = []
+        found: list[tuple[Event, Sequence[TokenLogprobs]]] = []
         for text, logprobs, tokens in pieces:
             parsed = self._parser.push(text)
             self._reasoning.add(text, tokens, parsed)
             self._logprobs.add(text, logprobs)
-            events += self._fold(parsed)
+            found += self._with_logprobs(parsed)
         if new.finish_reason:
-            events += self._fold(self._parser.finish())
+            found += self._with_logprobs(self._parser.finish())
+        events = self._fold(found)
+        if new.finish_reason:
             events += self._finish(cut=new.finish_reason == "length")
         return events
 
@@ -105,7 +108,7 @@ class ResponseEvents:
     def _finish(self, *, cut: bool) -> list[Json]:
         events: list[Json] = []
         if not cut and all(isinstance(item.part, Reasoning) for item in self._items):
-            events += self._fold([TextDelta("")])  # clients expect an answer to have a message
+            events += self._fold([(TextDelta(""), ())])  # clients expect an answer to have a message
         events += self._close("incomplete" if cut else "completed")
         self._ending = {"usage": self._usage()}
         if cut:
@@ -123,16 +126,34 @@ class ResponseEvents:
             "total_tokens": self._prompt_tokens + self._tokens,
         }
 
-    def _fold(self, parsed: Iterable[Event]) -> list[Json]:
-        """Add parsed events to the items, and return the events about the items."""
-        events = []
+    def _with_logprobs(self, parsed: Iterable[Event]) -> Iterator[tuple[Event, Sequence[TokenLogprobs]]]:
         for event in parsed:
-            part = self._message.add(event)
-            if len(self._message.parts) > len(self._items):
-                events += [*self._close("completed"), *self._open(part)]
-            if not isinstance(event, CallBegun) and event.text:
-                events += self._grow(self._items[-1], event)
+            yield event, self._logprobs.take(event.text) if isinstance(event, TextDelta) else ()
+
+    def _fold(self, found: Iterable[tuple[Event, Sequence[TokenLogprobs]]]) -> list[Json]:
+        """Add parsed events, with their log-probabilities, to the items. Return the events about the items.
+
+        Texts that have arrived at once are one delta.
+        """
+        events: list[Json] = []
+        for kind, group in groupby(found, key=lambda event: type(event[0])):
+            if kind is CallBegun:
+                for event, _ in group:
+                    events += self._begin(event)
+                continue
+            parts = list(group)
+            text = "".join(getattr(event, "text", "") for event, _ in parts)
+            events += self._begin(kind(text))
+            if text:
+                events += self._grow(kind, text, [entry for _, logprobs in parts for entry in logprobs])
         return events
+
+    def _begin(self, event: Event) -> list[Json]:
+        """Add a parsed event to the answer, and return the events about an item that begins with it."""
+        part = self._message.add(event)
+        if len(self._message.parts) == len(self._items):
+            return []
+        return [*self._close("completed"), *self._open(part)]
 
     def _open(self, part: Part) -> list[Json]:
         call_id = self._form.new_call_id() if isinstance(part, Call) else ""
@@ -143,17 +164,16 @@ class ResponseEvents:
             events.append(self._of_content("response.content_part.added", part=item.content(empty=True)))
         return events
 
-    def _grow(self, item: OutputItem, new: Event) -> list[Json]:
-        match new:
-            case TextDelta(text):
-                logprobs = self._entries(self._logprobs.take(text))
-                item.logprobs += logprobs
-                return [self._of_content("response.output_text.delta", delta=text, logprobs=logprobs)]
-            case ArgumentsDelta(text):
-                # A custom tool's text is known when the JSON around it is complete.
-                return [] if item.is_custom else [self._of_item("response.function_call_arguments.delta", delta=text)]
-            case _:
-                return [self._of_content("response.reasoning_text.delta", delta=new.text)]
+    def _grow(self, kind: type[Event], text: str, logprobs: Sequence[TokenLogprobs]) -> list[Json]:
+        item = self._items[-1]
+        if kind is TextDelta:
+            entries = self._entries(logprobs)
+            item.logprobs += entries
+            return [self._of_content("response.output_text.delta", delta=text, logprobs=entries)]
+        if kind is ReasoningDelta:
+            return [self._of_content("response.reasoning_text.delta", delta=text)]
+        # A custom tool's text is known when the JSON around it is complete.
+        return [] if item.is_custom else [self._of_item("response.function_call_arguments.delta", delta=text)]
 
     def _close(self, status: str) -> list[Json]:
         """Return the events at the end of the last item, none if there is none or it has ended."""

@@ -210,6 +210,8 @@ class ResponsesBody(Body):
         """
         asked = {name: value for name in SHARED if (value := getattr(self, name)) is not None}
         asked["messages"] = messages_of(items, self.instructions)
+        if not asked["messages"]:
+            raise RequestError("input is empty, and so is the conversation", field="input")
         asked["tools"] = [tool.for_chat() for tool in self.client_tools()]
         asked["tool_choice"] = None if self.tool_choice is None else chat_tool_choice(self.tool_choice)
         asked["response_format"] = None if self.text is None else self.text.response_format()
