@@ -76,6 +76,7 @@ def post(fake):
         ("tools.0.tools", {"tools": [{"type": "namespace", "name": "n"}]}),
         ("tools.0.tools.1.type", {"tools": [{"type": "namespace", "name": "n", "tools": [FUNCTION, {"type": "mcp"}]}]}),
         ("tools.1.tools.0.name", {"tools": [FUNCTION, {"type": "namespace", "name": "n", "tools": [tool("!")]}]}),
+        ("tools.0.tools.0.name", {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]}),
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tools": [FUNCTION], "tool_choice": "sometimes"}),
         ("tool_choice.name", {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}),

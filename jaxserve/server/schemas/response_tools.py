@@ -40,8 +40,8 @@ class ClientTool:
 
     def for_chat(self) -> dict[str, Any]:
         """Return the tool in the form of chat completions."""
-        name = {} if self.namespace is None else {"name": self.known_as}
-        return {"type": "function", "function": {**self.function, **name}}
+        named = self.namespace is not None and isinstance(self.function.get("name"), str)
+        return {"type": "function", "function": {**self.function, **({"name": self.known_as} if named else {})}}
 
 
 def model_name(name: str, namespace: str | None) -> str:
