@@ -32,7 +32,7 @@ async def create_response(state: ServerState, body: ResponsesBody, owner: Owner)
         )
     id = f"resp_{uuid.uuid4().hex}"
     with responses_names(body):
-        turn, chat = await conversation(store, body, owner)
+        turn, chat = await begin_turn(store, body, owner)
         work = await _fitting(state, chat, id) if body.truncation == "auto" else await conversation_job(state, chat, id)
     params = work.job.params[0]
     head = {
@@ -55,7 +55,7 @@ async def create_response(state: ServerState, body: ResponsesBody, owner: Owner)
     return RunningResponse(work, events, store, stored)
 
 
-async def conversation(store: ResponseStore, body: ResponsesBody, owner: Owner) -> tuple[Turn, ChatBody]:
+async def begin_turn(store: ResponseStore, body: ResponsesBody, owner: Owner) -> tuple[Turn, ChatBody]:
     """Return the turn that a body begins, and the chat completion that answers it.
 
     Raise RequestError if an item is not valid, or if what it refers to is not kept.

@@ -121,8 +121,15 @@ class RunningResponse:
             return
         stored.data = data
         stored.continuable = self.events.status in ("completed", "incomplete")
-        stored.turn.add(self.events.output)
+        stored.turn.add(map(_without_logprobs, self.events.output))
         self._store.put(stored)
+
+
+def _without_logprobs(item: Json) -> Json:
+    """Return an item as a conversation needs it later."""
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
 
 
 def _size(output: RequestOutput) -> int:

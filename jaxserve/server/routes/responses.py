@@ -9,7 +9,7 @@ from jaxserve.core.errors import RequestError
 from jaxserve.server.auth import key_number
 from jaxserve.server.errors import json_response
 from jaxserve.server.prompts import encode, render
-from jaxserve.server.responses.creation import conversation, create_response
+from jaxserve.server.responses.creation import begin_turn, create_response
 from jaxserve.server.responses.store import Owner, StoredResponse
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.responses import ResponsesBody, responses_names
@@ -56,7 +56,7 @@ async def count_input_tokens(body: ResponsesBody, state: State, owner: Client) -
     state.check_model(body.model)
     body.check()
     with responses_names(body):
-        _, chat = await conversation(state.responses, body, owner)
+        _, chat = await begin_turn(state.responses, body, owner)
         state.formats().answer_format(chat, "")
         text = await render(client, chat)
         (tokens,) = await encode(client, [text], add_special_tokens=False)
