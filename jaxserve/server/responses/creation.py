@@ -63,7 +63,8 @@ async def begin_turn(store: ResponseStore, body: ResponsesBody, owner: Owner) ->
     previous = store.previous(body.previous_response_id, owner)
     history = [] if previous is None else previous.conversation()
     items = body.items()
-    referred = {item["id"]: store.item(item["id"], owner) for item in items if isinstance(item.get("id"), str)}
+    ids = [item.get("id") for item in items if item.get("type") in (None, REFERENCE)]
+    referred = {id: store.item(id, owner) for id in ids if isinstance(id, str)}
 
     def translate() -> tuple[Turn, ChatBody]:
         placed = [(f"input.{index}", item) for index, item in enumerate(items)]
