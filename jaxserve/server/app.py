@@ -16,6 +16,7 @@ from jaxserve.server.routes import (
     messages,
     models,
     operations,
+    responses,
     scoring,
     tokenization,
 )
@@ -23,7 +24,8 @@ from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 
-ROUTERS = (chat, completions, messages, embeddings, scoring, models, tokenization, operations, admin, dashboard)
+GENERATION = (chat, responses, completions, messages)
+ROUTERS = (*GENERATION, embeddings, scoring, models, tokenization, operations, admin, dashboard)
 JSON_ROUTES = tuple(
     route
     for module in ROUTERS

@@ -1,7 +1,7 @@
 """Authentication: reading the key of a request, and which paths need an API key, the admin key or no key."""
 
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from starlette.types import Scope
 
@@ -28,6 +28,11 @@ def has_key(scope: Scope, keys: Iterable[bytes]) -> bool:
     tokens = _tokens(scope)
     matches = [hmac.compare_digest(token, key) for token in tokens for key in keys]
     return any(matches)
+
+
+def key_number(scope: Scope, keys: Sequence[bytes]) -> int | None:
+    """Return the position of the first of `keys` that a request sends, by which clients are told apart, or None."""
+    return next((number for number, key in enumerate(keys) if has_key(scope, (key,))), None)
 
 
 def _tokens(scope: Scope) -> list[bytes]:

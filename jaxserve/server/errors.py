@@ -6,6 +6,7 @@ At the paths of Anthropic's API they have Anthropic's envelope (`messages_errors
 import contextlib
 import logging
 import math
+import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -92,11 +93,16 @@ def rename_error_fields(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except RequestError as error:
         if (name := names.get(error.field or "")) is not None:
-            message = str(error)
-            if message.startswith(f"{error.field} "):
-                error.args = (name + message.removeprefix(error.field or ""),)
-            error.field = name
+            rename_field(error, name)
         raise
+
+
+def rename_field(error: RequestError, name: str) -> None:
+    """Replace the name of the field that an error is about."""
+    message, field = str(error), error.field or ""
+    if field and re.match(rf"{re.escape(field)}(?![\w.]\w)", message):
+        error.args = (name + message.removeprefix(field),)
+    error.field = name or None
 
 
 def envelope(

@@ -81,6 +81,18 @@ class ServerSettings:
     max_prompts: Annotated[
         int, Option("Limits", "Maximum number of prompts or embedding inputs in one call.", minimum=1)
     ] = 2048
+    max_stored_responses: Annotated[
+        int,
+        Option(
+            "Limits",
+            "Maximum number of responses of /v1/responses that are kept, of which the least recently used are dropped; "
+            "0: keep none.",
+            minimum=0,
+        ),
+    ] = 1000
+    stored_responses_mb: Annotated[
+        float, Option("Limits", "Memory in MiB for the responses that are kept, and their input.", above=0)
+    ] = 128.0
     clamp_max_tokens: Annotated[
         bool, Option("Limits", "Lower max_tokens if it does not fit after the prompt, instead of refusing the request.")
     ] = False

@@ -11,7 +11,8 @@ from fastapi import Depends, Request
 from jaxserve.core.errors import EngineStopped, RequestError
 from jaxserve.engine.client import ControlClient, EngineClient
 from jaxserve.server.answer_formats import AnswerFormats
-from jaxserve.server.settings import ServerSettings
+from jaxserve.server.responses.store import ResponseStore
+from jaxserve.server.settings import MEBIBYTE, ServerSettings
 
 
 class Phase(StrEnum):
@@ -48,6 +49,7 @@ class ServerState:
         self.settings = settings
         self.wall_clock = wall_clock
         self.phase = Phase.LOADING
+        self.responses = ResponseStore(settings.max_stored_responses, int(settings.stored_responses_mb * MEBIBYTE))
         self._client: EngineClient | None = None
         self._formats: AnswerFormats | None = None
         if client is not None:

@@ -15,6 +15,7 @@ BODIES = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
     "several choices": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 3}),
     "message": ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100}),
+    "response": ("/v1/responses", {"input": "hi"}),
     "completion": ("/v1/completions", {"prompt": "hi"}),
     "several prompts": ("/v1/completions", {"prompt": ["hi", "ho"]}),
     "embedding": ("/v1/embeddings", {"input": ["a", "b"]}),

@@ -107,6 +107,16 @@ def test_message_calls_the_tool_that_it_must_call(server):
     assert call.input["city"] in ("Bern", "Rome")
 
 
+def test_response_stream_equals_whole_response_and_continues(client):
+    options = {"model": client.models.list().data[0].id, "input": "hi", "temperature": 0, "max_output_tokens": 16}
+    whole = client.responses.create(**options)
+    *_, last = client.responses.create(**options, stream=True)
+    assert last.response.output_text == whole.output_text != ""
+    assert last.response.usage.output_tokens == whole.usage.output_tokens
+    options |= {"input": "Go on.", "previous_response_id": whole.id}
+    assert client.responses.create(**options).usage.input_tokens > whole.usage.total_tokens
+
+
 def test_answers_do_not_depend_on_concurrent_requests(client):
     prompts = [f"prompt {i}" for i in range(8)]
     alone = [complete(client, prompt, seed=i, temperature=1).choices[0].text for i, prompt in enumerate(prompts)]

@@ -118,3 +118,19 @@ def test_port_in_use_prints_one_line_and_exits_with_1():
     assert process.returncode == 1
     assert "--port" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("load", "timeout", "end"), [(SLOW, 60, "response.completed"), (NEVER_ENDING, 0.1, "response.failed")]
+)
+@pytest.mark.parametrize("background", [False, True])
+def test_stream_of_a_response_tells_how_it_ended_before_the_server_exits(load, timeout, end, background):
+    body = {"input": "hi", "stream": True, "background": background}
+    with serve(load, f"shutdown_timeout={timeout}") as server:
+        with httpx.Client(timeout=60) as http, http.stream("POST", f"{server.url}/v1/responses", json=body) as answer:
+            lines = answer.iter_lines()
+            next(line for line in lines if line == "event: response.output_text.delta")
+            server.signal(signal.SIGTERM)
+            names = [line for line in lines if line.startswith("event: ")]
+        assert names[-1] == f"event: {end}"
+        assert server.wait() == 0

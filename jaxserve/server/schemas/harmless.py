@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 HARMLESS_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "accounts, logs and prices": (
-        "user", "user_id", "metadata", "store", "service_tier", "safety_identifier", "user_security_context", "usage",
-        "tags", "trace", "custom_labels", "timings_per_token", "return_progress", "perf_metrics_in_response",
+        "user", "user_id", "metadata", "client_metadata", "store", "service_tier", "safety_identifier",
+        "user_security_context", "usage", "tags", "trace", "custom_labels", "timings_per_token",
+        "return_progress", "perf_metrics_in_response",
         "input_cost_per_token", "output_cost_per_token", "debug",
     ),
     "ids of requests and sessions": (

@@ -201,3 +201,22 @@ UNSUPPORTED_IN_SCORING: Mapping[str, Unsupported] = {
 UNSUPPORTED_IN_DOCUMENTS: Mapping[str, Unsupported] = {
     **_because("this model reads text only", "image", "images", "audio", "video", "multi_modal", "content"),
 }
+
+UNSUPPORTED_IN_RESPONSES: Mapping[str, Unsupported] = {
+    **UNSUPPORTED,
+    **_use("input", "messages"),
+    **_use("max_output_tokens", "max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict", neutral=()),
+    **_use("max_output_tokens", "num_predict", "max_length", "max_gen_len", "max_tokens_to_sample", neutral=()),
+    **_use("text.format", "response_format", "format", "response_schema"),
+    **_use("reasoning.effort", "reasoning_effort"),
+    **_use("text.verbosity", "verbosity", neutral=("medium",)),
+    **_use("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    **_use("structured_outputs", "json_schema", "grammar", "regex", "ebnf"),
+    **_use("include", "logprobs"),
+    **_unknown("n", neutral=(1,)),
+    **_unknown("conversation", "prompt", "context_management", "moderation", "background_options"),
+    **_unknown("image", "access_programs", "personality"),
+    **_unknown("prompt_logprobs", "return_token_ids", "enable_response_messages", "previous_input_messages"),
+    **_because("the model chooses what it shows of earlier reasoning", "context", neutral=("auto",)),
+    **_because("this model has one mode", "mode", neutral=("standard",)),
+}

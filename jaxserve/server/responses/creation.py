@@ -1,0 +1,119 @@
+"""The beginning of a response: its conversation, from the input and what is kept, and the work for the engine."""
+
+import uuid
+from collections.abc import Mapping
+
+from pydantic_core import from_json
+
+from jaxserve.core.errors import ContextLengthExceeded, RequestError
+from jaxserve.server.conversation import ConversationJob, conversation_job
+from jaxserve.server.offload import off_loop_if_large
+from jaxserve.server.responses.events import ResponseEvents
+from jaxserve.server.responses.items import Shown
+from jaxserve.server.responses.running import RunningResponse
+from jaxserve.server.responses.store import Owner, ResponseStore, StoredResponse, Turn, parsed
+from jaxserve.server.schemas.chat import ChatBody
+from jaxserve.server.schemas.response_items import INSTRUCTING, REFERENCE, Item, item_type, kept_item
+from jaxserve.server.schemas.responses import SEALED_REASONING, ResponsesBody, responses_names
+from jaxserve.server.state import ServerState
+
+PREVIOUS = "previous_response_id"  # the place of items that earlier responses have
+ITEM_SIZE = 64  # how much the translation of an item costs, compared to a character of JSON
+
+
+async def create_response(state: ServerState, body: ResponsesBody, owner: Owner) -> RunningResponse:
+    """Return a response that can be generated. Raise RequestError if the body breaks a limit."""
+    model, store = state.check_model(body.model), state.responses
+    body.check()
+    stores = body.store and store.enabled
+    if body.background and not stores:
+        raise RequestError(
+            "background needs a server that keeps responses (--max-stored-responses)", field="background"
+        )
+    id = f"resp_{uuid.uuid4().hex}"
+    with responses_names(body):
+        turn, chat = await begin_turn(store, body, owner)
+        work = await _fitting(state, chat, id) if body.truncation == "auto" else await conversation_job(state, chat, id)
+    params = work.job.params[0]
+    head = {
+        "id": id,
+        "object": "response",
+        "created_at": state.timestamp(),
+        "model": model,
+        **body.repeated(),
+        "store": stores,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+    }
+    sealed = SEALED_REASONING in (body.include or ())
+    shown = Shown(body.num_logprobs, sealed, {tool.known_as: tool for tool in body.client_tools()})
+    events = ResponseEvents(head, work, shown, state.timestamp)
+    stored = None
+    if stores:
+        log: list[bytes] | None = [] if body.background and body.stream else None
+        stored = StoredResponse(id, turn, len(turn.items), background=body.background, log=log)
+    return RunningResponse(work, events, store, stored)
+
+
+async def begin_turn(store: ResponseStore, body: ResponsesBody, owner: Owner) -> tuple[Turn, ChatBody]:
+    """Return the turn that a body begins, and the chat completion that answers it.
+
+    Raise RequestError if an item is not valid, or if what it refers to is not kept.
+    """
+    previous = store.previous(body.previous_response_id, owner)
+    history = [] if previous is None else previous.conversation()
+    items = body.items()
+    ids = [item.get("id") for item in items if item.get("type") in (None, REFERENCE)]
+    referred = {id: store.item(id, owner) for id in ids if isinstance(id, str)}
+
+    def translate() -> tuple[Turn, ChatBody]:
+        placed = [(f"input.{index}", item) for index, item in enumerate(items)]
+        placed = [(place, _resolved(item, place, referred)) for place, item in placed]
+        turn = Turn(owner, previous)
+        chat = body.chat_body([*((PREVIOUS, item) for item in parsed(history)), *placed])
+        for _, item in placed:
+            turn.add([kept_item(item, turn.items)])
+        return turn, chat
+
+    size = sum(turn.booked for turn in history) + sum(len(data) for data in referred.values() if data)
+    return await off_loop_if_large(size + ITEM_SIZE * len(items), translate)
+
+
+def _resolved(item: Item, place: str, referred: Mapping[str, bytes | None]) -> Item:
+    """Return the item, or the one to which it refers. Raise RequestError if that is not kept."""
+    if item_type(item, place) != REFERENCE:
+        return item
+    id, field = item.get("id"), f"{place}.id"
+    data = referred.get(id) if isinstance(id, str) else None
+    if data is None:
+        raise RequestError(f"{field} is not the id of an item that is kept here", field=field, value=id)
+    found: Item = from_json(data)
+    return found
+
+
+async def _fitting(state: ServerState, chat: ChatBody, request_id: str) -> ConversationJob:
+    """Return the work for as many of the last turns of a conversation as fit the model's context.
+
+    Turns begin with messages of the user. Instructions at the beginning stay. Raise ContextLengthExceeded if even the
+    last turn does not fit.
+    """
+    try:
+        return await conversation_job(state, chat, request_id)
+    except ContextLengthExceeded as error:
+        too_long = error
+    messages = chat.messages
+    first = int(messages[0].role in INSTRUCTING)
+    starts = [index for index, message in enumerate(messages) if message.role == "user" and index > first]
+    fitting: ConversationJob | None = None
+    low, high = 0, len(starts)
+    while low < high:  # the first start that fits is one of starts[low:high], or none is left
+        middle = (low + high) // 2
+        rest = [*messages[:first], *messages[starts[middle] :]]
+        try:
+            fitting = await conversation_job(state, chat.model_copy(update={"messages": rest}), request_id)
+            high = middle
+        except ContextLengthExceeded as error:
+            too_long, low = error, middle + 1
+    if fitting is None:
+        raise too_long
+    return fitting

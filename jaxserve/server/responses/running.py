@@ -1,0 +1,146 @@
+"""The generation of a response: for the client that waits, or in the background."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+
+from pydantic_core import to_json
+
+from jaxserve.core.errors import JaxserveError
+from jaxserve.core.request import RequestOutput
+from jaxserve.server.conversation import ConversationJob
+from jaxserve.server.offload import off_loop_if_large
+from jaxserve.server.responses.events import ResponseEvents
+from jaxserve.server.responses.items import Json
+from jaxserve.server.responses.store import ResponseStore, StoredResponse
+from jaxserve.server.streaming import named_event
+
+logger = logging.getLogger(__name__)
+
+LOGPROBS_SIZE = 100  # characters of JSON per listed token
+
+
+class RunningResponse:
+    """One response while it is generated. It is kept in `store` when it ends, unless `stored` is None."""
+
+    def __init__(
+        self, work: ConversationJob, events: ResponseEvents, store: ResponseStore, stored: StoredResponse | None
+    ):
+        self.events = events
+        self._work, self._store, self._stored = work, store, stored
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def id(self) -> str:
+        """The id of the response."""
+        return self.events.id
+
+    async def whole(self) -> bytes:
+        """Generate everything and return the response as JSON."""
+        async with contextlib.aclosing(self._work.job.run(self._work.client, stream=False)) as outputs:
+            async for _, output in outputs:
+                await off_loop_if_large(_size(output), self._add, output)
+        data = await self._written()
+        self._keep(data)
+        return data
+
+    async def stream(self) -> AsyncGenerator[Json, None]:
+        """Yield the events of the response. It is kept before the last one, after which the client may continue it."""
+        async with contextlib.aclosing(self._outputs()) as parts:
+            async for part in parts:
+                if self.events.ended:
+                    self._keep(await self._written())
+                for event in part:
+                    yield event
+
+    def fail(self, error: Exception) -> list[Json]:
+        """Return the last events of a stream that an error ends."""
+        events = self.events.fail(error)
+        if events:
+            self._keep(to_json(self.events.response()))
+        return events
+
+    def start(self) -> None:
+        """Generate the response in the background. Its client gets it, or its events, later."""
+        assert self._stored is not None
+        self._stored.running = self
+        self._store.put(self._stored)
+        self._log(self.events.begin())
+        self._task = asyncio.create_task(self._in_background())
+
+    async def cancel(self) -> None:
+        """End a response in the background, unless it has ended already."""
+        assert self._task is not None
+        if not self.events.ended:
+            self._task.cancel()
+        await asyncio.wait((self._task,))
+
+    def follow(self, after: int) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a response in the background after the one with number `after`."""
+        assert self._stored is not None
+        return self._stored.follow(after)
+
+    async def _outputs(self) -> AsyncGenerator[list[Json], None]:
+        """Yield the events for each output of the engine."""
+        async with contextlib.aclosing(self._work.job.run(self._work.client)) as outputs:
+            async for _, output in outputs:
+                yield [*self.events.begin(), *self.events.run(), *self._add(output)]
+
+    async def _in_background(self) -> None:
+        try:
+            async with contextlib.aclosing(self._outputs()) as parts:
+                async for part in parts:
+                    self._log(part)
+        except asyncio.CancelledError:
+            self.events.cancel()
+        except Exception as error:
+            if not isinstance(error, JaxserveError):
+                logger.exception("a response in the background failed")
+            self._log(self.events.fail(error))
+        self._keep(await self._written())
+        self._log([])
+
+    def _log(self, events: list[Json]) -> None:
+        if self._stored is not None:
+            self._stored.append(map(named_event, events))
+
+    def _add(self, output: RequestOutput) -> list[Json]:
+        self.events.cached_tokens = max(self.events.cached_tokens, output.num_cached_tokens)
+        return [event for answer in output.outputs for event in self.events.add(answer)]
+
+    async def _written(self) -> bytes:
+        response = self.events.response()
+        return await off_loop_if_large(sum(map(_output_size, response["output"])), to_json, response)
+
+    def _keep(self, data: bytes) -> None:
+        """Keep the response, which has ended, unless its client has deleted it meanwhile."""
+        stored = self._stored
+        if stored is None:
+            return
+        stored.running = None
+        if stored.background and not self._store.keeps(stored):
+            return
+        stored.data = data
+        stored.continuable = self.events.status in ("completed", "incomplete")
+        stored.turn.add(map(_without_logprobs, self.events.output))
+        self._store.put(stored)
+
+
+def _without_logprobs(item: Json) -> Json:
+    """Return an item as a conversation needs it later."""
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
+
+
+def _size(output: RequestOutput) -> int:
+    steps = [step for answer in output.outputs for step in answer.logprobs or ()]
+    return sum(len(answer.token_ids) for answer in output.outputs) + sum(map(len, steps))
+
+
+def _output_size(item: Json) -> int:
+    """Return roughly the characters of an item's JSON."""
+    parts = item.get("content", ())
+    logprobs = sum(len(entry["top_logprobs"]) + 1 for part in parts for entry in part.get("logprobs", ()))
+    return sum(len(part["text"]) for part in parts) + logprobs * LOGPROBS_SIZE + len(item.get("arguments", ""))
