@@ -133,7 +133,7 @@ def build(
     tokenizer = load_tokenizer(config, resolved.checkpoint.path, resolved.checkpoint.config.vocab_size)
     eos_token_ids = (*resolved.padded_model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
     grammars = None if tokenizer is None else LLGrammarCompiler(tokenizer, eos_token_ids)
-    metrics = EngineMetrics(resolved.info.name, _cache_config(resolved))
+    metrics = EngineMetrics(resolved.info.name, partial(_cache_config, resolved), config.metrics_prefix)
     compilations = CompileCounter(metrics.compiled)
     clock = SystemClock()
     store = _block_store(resolved, host_memory(resolved.devices[0]))
@@ -347,13 +347,19 @@ def _build_control_plane(
     )
 
 
-def _cache_config(resolved: Resolved) -> dict[str, Any]:
-    """Return the labels of the KV cache's info metric, named as in vLLM."""
-    config = resolved.config
+def _cache_config(resolved: Resolved, pages: int) -> dict[str, Any]:
+    """Return the labels of the metric that describes a KV cache of `pages` pages, named as in vLLM."""
+    config, windows = resolved.config, set(resolved.padded_model.windows)
+    tokens = pages * config.page_size
     return {
         "block_size": config.page_size,
         "cache_dtype": resolved.kv_dtype,
         "enable_prefix_caching": config.prefix_caching,
+        "kv_cache_max_concurrency": tokens / resolved.info.max_model_len,
+        "kv_cache_size_tokens": tokens,
+        "num_gpu_blocks": pages,
+        "num_gpu_blocks_override": config.kv_pages,
+        "sliding_window": windows.pop() if len(windows) == 1 else None,
     }
 
 

@@ -67,12 +67,12 @@ class EngineCore:
         self.scheduler = scheduler
         self.info = info
         self.tokenizer = tokenizer
-        self.metrics = metrics
+        self.metrics = metrics.instance(index)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.salt = salt
         self.index = index
-        self._counters = EngineCounters(scheduler, metrics, plan_fields, StepTimes(loads, cost))
-        metrics.follow(lambda: self.snapshot, index)
+        self._counters = EngineCounters(scheduler, self.metrics, plan_fields, StepTimes(loads, cost))
+        self.metrics.follow(lambda: self.snapshot)
         self._caching = scheduler.pages.caching
         self._seeds = np.random.default_rng(seed)
         self._requests: dict[str, RequestState] = {}
@@ -302,6 +302,8 @@ class EngineCore:
         if sequence.first_token is None:
             sequence.first_token = now
             self._counters.first_token(now - request.arrival)
+            if sequence.index == 0:
+                self._counters.prompt_done(sequence)
         elif sequence.last_token is not None:
             gap = now - sequence.last_token  # equal for nearly all sequences of a step
             step.gaps[gap] = step.gaps.get(gap, 0) + 1
@@ -419,6 +421,7 @@ class EngineCore:
             self._fail(step, sequence.request, NonFiniteOutput("embeddings"))
             return
         sequence.embedding = embedding
+        self._counters.prompt_done(sequence)
         sequence.finish_reason = FinishReason.STOP
         self.scheduler.finish(sequence)
         step.changed.setdefault(sequence.request.id, []).append(sequence)

@@ -73,7 +73,7 @@ class FakeClient:
         self._stop = asyncio.Event()
         self._ids = itertools.count()
         self._metrics = EngineMetrics("fake")
-        self._metrics.follow(self.snapshot)
+        self._metrics.instance().follow(self.snapshot)
 
     @property
     def ready(self) -> bool:

@@ -63,7 +63,7 @@ def test_metrics_are_valid_prometheus_text(http):
     answer = http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
-    assert families["jaxserve_num_requests_running"].samples[0].labels == {"model_name": "fake"}
+    assert families["jaxserve_num_requests_running"].samples[0].labels == {"engine": "0", "model_name": "fake"}
 
 
 def test_version_endpoint_returns_the_package_version(http):

@@ -6,7 +6,7 @@ from jaxserve._version import __version__
 from jaxserve.core.errors import EngineFailed
 from jaxserve.server.errors import json_response
 from jaxserve.server.state import State
-from jaxserve.telemetry.metrics import CONTENT_TYPE
+from jaxserve.telemetry.exposition import CONTENT_TYPE
 
 router = APIRouter(tags=["operations"])
 
