@@ -189,6 +189,7 @@ def build(
             policy = load(config.policy)
         actuators = _build_actuators(resolved, instances, executors, metrics, in_force, costs)
         control = _build_control_plane(resolved, policy, load, instances, in_force, actuators, clock, step_log, costs)
+        metrics.follow_control(control.state)
 
     def close() -> None:
         for part in (control, *actuators.values(), step_log):

@@ -246,9 +246,11 @@ class AsyncEngine:
         async with self._admitted(request) as stream:
             return await stream.next()
 
+    def snapshots(self) -> list[Snapshot]:
+        return [thread.steps.core.snapshot for thread in self._threads]
+
     def snapshot(self) -> Snapshot:
-        """Return the sum of the instances' states after their latest steps."""
-        return combine([thread.steps.core.snapshot for thread in self._threads])
+        return combine(self.snapshots())
 
     def check_health(self) -> None:
         """Raise `EngineFailed` if a loop has died, or has work and makes no progress."""

@@ -115,6 +115,9 @@ class FakeClient:
         finally:
             self.active.discard(request_id)
 
+    def snapshots(self) -> list[Snapshot]:
+        return [self.snapshot()]
+
     def snapshot(self) -> Snapshot:
         return Snapshot(num_running=len(self.active), kv_pages_total=100, kv_pages_used=len(self.active))
 
