@@ -54,6 +54,7 @@ from jaxserve.sampling.device_sampler import DeviceSampler
 from jaxserve.scheduler import Scheduler
 from jaxserve.structured.compiler import LLGrammarCompiler
 from jaxserve.telemetry import EngineMetrics
+from jaxserve.telemetry.tracing import RequestTracer
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ def build(
     """
     use_persistent_cache(config.compile_cache)
     resolved = resolve(config)
+    tracer = None if config.otlp_endpoint is None else RequestTracer(config.otlp_endpoint, resolved.info.name)
     controlled = controlled or config.policy != STATIC
     known = _sensitivity(resolved) if controlled else None
     load = _policy_loader(resolved, known) if known else None
@@ -155,6 +157,7 @@ def build(
             plan_fields=resolved.plan_fields(instance, resolved.plan.version),
             index=index,
             loads=Loads(resolved.buckets),
+            trace=tracer,
         )
         if config.warmup:
             executor.warm()
@@ -192,7 +195,7 @@ def build(
         metrics.follow_control(control.state)
 
     def close() -> None:
-        for part in (control, *actuators.values(), step_log):
+        for part in (control, *actuators.values(), step_log, tracer):
             if part is not None:
                 part.close()
         compilations.close()

@@ -317,6 +317,15 @@ class EngineConfig:
             "autoscalers; both: these in addition.",
         ),
     ] = "jaxserve"
+    otlp_endpoint: Annotated[
+        str | None,
+        Option(
+            "Records",
+            "URL of an OpenTelemetry collector that takes traces of requests over HTTP, such as "
+            "http://127.0.0.1:4318; needs the extra otlp.",
+            default="none",
+        ),
+    ] = None
     # -- limits on a single request
     max_logprobs: Annotated[int, Option("Limits", "Maximum number of log-probabilities per token.")] = 20
     max_n: Annotated[int, Option("Limits", "Maximum number of answers per prompt.")] = 64

@@ -48,6 +48,7 @@ class EngineOptions(TypedDict, total=False):
     fuse: bool | None
     step_log: str | Path | None
     metrics_prefix: MetricsPrefix
+    otlp_endpoint: str | None
     max_logprobs: int
     max_n: int
     max_stop_strings: int

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from jaxserve.core.request import RequestOutput
+from jaxserve.core.request import RequestOutput, TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.telemetry import ControlState, Snapshot
@@ -158,6 +158,7 @@ class EngineClient(Protocol):
         priority: int = 0,
         salt: str = "",
         stream: bool = True,
+        trace: TraceContext | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the new parts of a request's n answers, until an output is `finished`.
 
@@ -171,7 +172,13 @@ class EngineClient(Protocol):
         ...
 
     async def embed(
-        self, prompt: Prompt, *, request_id: str | None = None, priority: int = 0, salt: str = ""
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+        trace: TraceContext | None = None,
     ) -> RequestOutput:
         """Return an output whose `embedding` is the pooled last hidden state, float32 [hidden_size], of unit length.
 

@@ -24,6 +24,7 @@ from jaxserve.engine.text import StopStrings, append_text, flush_text
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.scheduler import Scheduler
 from jaxserve.telemetry import EngineMetrics, Snapshot
+from jaxserve.telemetry.tracing import EndedRequest
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +59,12 @@ class EngineCore:
         index: int = 0,
         loads: Loads | None = None,
         cost: InstanceCost | None = None,
+        trace: abc.Callable[[EndedRequest], None] | None = None,
     ):
         """`index`: the index of the instance. `salt`: the plan's name in the prefix cache.
 
         `plan_fields`: the fields of the snapshot that follow from the plan. `cost`: the step times under the plan, of
-        loads computed by `loads`; None if they are unknown.
+        loads computed by `loads`; None if they are unknown. `trace` is called with each request that has ended.
         """
         self.scheduler = scheduler
         self.info = info
@@ -71,6 +73,7 @@ class EngineCore:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.salt = salt
         self.index = index
+        self._trace = trace
         self._counters = EngineCounters(scheduler, self.metrics, plan_fields, StepTimes(loads, cost))
         self.metrics.follow(lambda: self.snapshot)
         self._caching = scheduler.pages.caching
@@ -439,6 +442,8 @@ class EngineCore:
     def _end(self, state: RequestState, reason: FinishReason, now: float) -> None:
         state.finished_at = now
         self._counters.ended(state, reason, now)
+        if self._trace is not None:
+            self._trace(state.ended(reason, now))
 
     def _take_snapshot(self, now: float) -> None:
         self._counters.take(now)

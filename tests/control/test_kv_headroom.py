@@ -14,13 +14,14 @@ from jaxserve.telemetry import KVCapacity, Snapshot
 from tests.support.control import TO_INT4, home_plan, machine
 
 HOME, MACHINE = home_plan(), machine()
+START = HOME.instance("0")
 PAGE_SIZE = MACHINE.page_size
 MORPH = MorphPolicy(MACHINE, range(16), TO_INT4)
-SMALL = HOME.instance("0").with_precisions({f"layers.{n}": "int4" for n in range(12)})  # what TO_INT4 may change
+SMALL = START.with_precisions({f"layers.{n}": "int4" for n in range(12)})  # what TO_INT4 may change
 TOP = SMALL.with_kv_pages(MACHINE.kv_capacity(SMALL))
 
 
-def capacity(policy: Policy, plan: InstancePlan = HOME.instance("0")) -> KVCapacity:
+def capacity(policy: Policy, plan: InstancePlan = START) -> KVCapacity:
     (found,) = KVHeadroom(MACHINE, HOME).of(policy, replace(HOME, instances=(plan,)))
     return found
 
@@ -38,12 +39,12 @@ def test_morph_grows_to_the_last_plan_of_its_ladder_in_the_time_of_its_transitio
     found = capacity(MORPH)
     assert found.tokens == 400 * PAGE_SIZE
     assert found.max_tokens == (TOP.kv_pages - 1) * PAGE_SIZE > found.tokens
-    assert found.max_seconds == pytest.approx(swap_seconds(HOME.instance("0"), TOP))
+    assert found.max_seconds == pytest.approx(swap_seconds(START, TOP))
     assert found.max_seconds > 0
 
 
 def test_less_time_is_left_on_the_way() -> None:
-    halfway = HOME.instance("0").with_precisions({f"layers.{n}": "int4" for n in range(6)})
+    halfway = START.with_precisions({f"layers.{n}": "int4" for n in range(6)})
     found = capacity(MORPH, halfway.with_kv_pages(MACHINE.kv_capacity(halfway)))
     assert found.max_tokens == capacity(MORPH).max_tokens
     assert found.max_seconds == pytest.approx(capacity(MORPH).max_seconds / 2)
@@ -86,7 +87,7 @@ class Own:
 
 
 def test_other_policies_may_use_the_smallest_variant_of_every_layer() -> None:
-    assert capacity(Own()).max_tokens == (MACHINE.max_capacity(HOME.instance("0")) - 1) * PAGE_SIZE
+    assert capacity(Own()).max_tokens == (MACHINE.max_capacity(START) - 1) * PAGE_SIZE
 
 
 def test_policy_whose_bound_fails_has_no_more_than_the_present_pages(caplog: pytest.LogCaptureFixture) -> None:

@@ -112,7 +112,7 @@ def test_seconds_are_those_of_the_requests(tiny_model: Path) -> None:
 
 def test_gauges_are_those_of_the_scheduler(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, dp=2, **OPTIONS))
-    first, second = built.instances
+    first = built.instances[0]
     requests = [(prompt(1, 40), asking(5)), (prompt(2, 20), asking(5, n=2))]
     for index, (asked, params) in enumerate(requests):
         first.add(Request(str(index), asked.token_ids, params, arrival=built.clock.now()))

@@ -15,9 +15,7 @@ from tests.server.fake import FakeClient
 from tests.server.fake_control import FakeControl
 from tests.server.serving import serving
 
-FIRST = Snapshot(
-    num_running=3, num_waiting=2, waiting_tokens=70, kv_pages_total=400, kv_pages_used=100, plan_version=4
-)
+FIRST = Snapshot(num_running=3, num_waiting=2, waiting_tokens=70, kv_pages_total=400, kv_pages_used=100, plan_version=4)
 SECOND = replace(FIRST, num_running=1, num_waiting=0, waiting_tokens=0, kv_pages_used=0, plan_version=6)
 
 

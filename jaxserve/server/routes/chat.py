@@ -2,6 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
+from jaxserve.core.request import TraceContext
 from jaxserve.engine.limits import cap_max_tokens, check_params
 from jaxserve.server.chat import ChatResponse
 from jaxserve.server.errors import rename_error_fields
@@ -29,7 +30,8 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
     with rename_error_fields(body.client_names):
         params = body.sampling_params(client.info.default_sampling, max_tokens=limit, logprobs=body.num_logprobs)
         check_params(client.info, params, length)
-    job = Job(new_id("chatcmpl"), [prompt], [params], body.priority, body.cache_salt or "")
+    trace = TraceContext("chat", request.headers)
+    job = Job(new_id("chatcmpl"), [prompt], [params], body.priority, body.cache_salt or "", trace)
     response = ChatResponse(client, job, body, model, state.timestamp())
     headers = {"x-request-id": job.id}
     if body.stream:

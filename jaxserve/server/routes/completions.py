@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from jaxserve.core.errors import RequestError
+from jaxserve.core.request import TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.limits import cap_max_tokens, check_params
@@ -33,7 +34,8 @@ async def completions(body: CompletionBody, request: Request, state: State) -> R
         _params(client, body, room=window, clamp=clamp)
         prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens, keep=keep)
         params = [_params_for(client, body, prompt, clamp=clamp) for prompt in prompts]
-    job = Job(new_id("cmpl"), prompts, params, body.priority, body.cache_salt or "")
+    trace = TraceContext("text_completion", request.headers)
+    job = Job(new_id("cmpl"), prompts, params, body.priority, body.cache_salt or "", trace)
     response = CompletionResponse(client, job, body, model, state.timestamp())
     headers = {"x-request-id": job.id}
     if body.stream:

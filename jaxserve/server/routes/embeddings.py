@@ -8,7 +8,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
-from jaxserve.core.request import RequestOutput
+from jaxserve.core.request import RequestOutput, TraceContext
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.server.errors import rename_error_fields
 from jaxserve.server.generation import queue_batches, with_entries
@@ -34,7 +34,8 @@ async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Res
     with rename_error_fields({"prompt": "input"}):
         prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens, keep=keep, embed=True)
     request_id = new_id("embd")
-    outputs = await while_connected(request, _embed_all(client, prompts, request_id, body.priority))
+    trace = TraceContext("embeddings", request.headers)
+    outputs = await while_connected(request, _embed_all(client, prompts, request_id, body.priority, trace))
     tokens = sum(len(prompt.token_ids) for prompt in prompts)
     response = {
         "object": "list",
@@ -48,7 +49,7 @@ async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Res
 
 
 async def _embed_all(
-    client: EngineClient, prompts: list[TokensPrompt], request_id: str, priority: int
+    client: EngineClient, prompts: list[TokensPrompt], request_id: str, priority: int, trace: TraceContext
 ) -> list[RequestOutput]:
     """Return all embeddings. At the first error, abort the remaining inputs and raise it."""
     tasks: list[asyncio.Task[RequestOutput]] = []
@@ -56,7 +57,7 @@ async def _embed_all(
         for batch in queue_batches(client.info, prompts):
             async with asyncio.TaskGroup() as group:
                 for i in batch:
-                    embed = client.embed(prompts[i], request_id=f"{request_id}-{i}", priority=priority)
+                    embed = client.embed(prompts[i], request_id=f"{request_id}-{i}", priority=priority, trace=trace)
                     tasks.append(group.create_task(embed))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
