@@ -117,6 +117,8 @@ FOREIGN_OPTIONS = {
     "--allowed-origins",
     "--uvicorn-log-level",
     "--disable-log-requests",
+    "--otlp-traces-endpoint",
+    "--enable-server-load-tracking",
     "--trust-remote-code",
     "--local-dir",
     "--inplace",
