@@ -203,7 +203,7 @@ class EngineClient(Protocol):
         ...
 
     def metrics_text(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format. May be called from any thread."""
         ...
 
     async def drain(self, timeout: float) -> bool:

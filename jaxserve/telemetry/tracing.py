@@ -20,6 +20,7 @@ from jaxserve.core.request import FinishReason, Request, RequestMetrics
 
 log = logging.getLogger(__name__)
 
+PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"  # the extra otlp
 TRACES_PATH = "/v1/traces"
 MAX_WAITING = 4096  # ended requests that wait to become spans; more are dropped
 CLOSE_SECONDS = 2.0  # for sending the last spans
@@ -67,8 +68,9 @@ class RequestTracer:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            message = f"traces need OpenTelemetry ({error}): pip install 'jaxserve[otlp]' (--otlp-endpoint)"
-            raise ConfigError(message) from error
+            raise ConfigError(
+                f"traces need OpenTelemetry, which is not installed ({error}): pip install {PACKAGES} (--otlp-endpoint)"
+            ) from error
         # While the collector is down, a line for each batch that is lost is enough.
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)
         self._exporter = OTLPSpanExporter(endpoint=url)
