@@ -54,6 +54,7 @@ from jaxserve.sampling.device_sampler import DeviceSampler
 from jaxserve.scheduler import Scheduler
 from jaxserve.structured.compiler import LLGrammarCompiler
 from jaxserve.telemetry import EngineMetrics
+from jaxserve.telemetry.tracing import RequestTracer
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ def build(
     """
     use_persistent_cache(config.compile_cache)
     resolved = resolve(config)
+    tracer = None if config.otlp_endpoint is None else RequestTracer(config.otlp_endpoint, resolved.info.name)
     controlled = controlled or config.policy != STATIC
     known = _sensitivity(resolved) if controlled else None
     load = _policy_loader(resolved, known) if known else None
@@ -133,7 +135,7 @@ def build(
     tokenizer = load_tokenizer(config, resolved.checkpoint.path, resolved.checkpoint.config.vocab_size)
     eos_token_ids = (*resolved.padded_model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
     grammars = None if tokenizer is None else LLGrammarCompiler(tokenizer, eos_token_ids)
-    metrics = EngineMetrics(resolved.info.name, _cache_config(resolved))
+    metrics = EngineMetrics(resolved.info.name, partial(_cache_config, resolved), config.metrics_prefix)
     compilations = CompileCounter(metrics.compiled)
     clock = SystemClock()
     store = _block_store(resolved, host_memory(resolved.devices[0]))
@@ -155,6 +157,7 @@ def build(
             plan_fields=resolved.plan_fields(instance, resolved.plan.version),
             index=index,
             loads=Loads(resolved.buckets),
+            trace=tracer,
         )
         if config.warmup:
             executor.warm()
@@ -189,9 +192,10 @@ def build(
             policy = load(config.policy)
         actuators = _build_actuators(resolved, instances, executors, metrics, in_force, costs)
         control = _build_control_plane(resolved, policy, load, instances, in_force, actuators, clock, step_log, costs)
+        metrics.follow_control(control.state)
 
     def close() -> None:
-        for part in (control, *actuators.values(), step_log):
+        for part in (control, *actuators.values(), step_log, tracer):
             if part is not None:
                 part.close()
         compilations.close()
@@ -347,13 +351,19 @@ def _build_control_plane(
     )
 
 
-def _cache_config(resolved: Resolved) -> dict[str, Any]:
-    """Return the labels of the KV cache's info metric, named as in vLLM."""
-    config = resolved.config
+def _cache_config(resolved: Resolved, pages: int) -> dict[str, Any]:
+    """Return the labels of the metric that describes a KV cache of `pages` pages, named as in vLLM."""
+    config, windows = resolved.config, set(resolved.padded_model.windows)
+    tokens = pages * config.page_size
     return {
         "block_size": config.page_size,
         "cache_dtype": resolved.kv_dtype,
         "enable_prefix_caching": config.prefix_caching,
+        "kv_cache_max_concurrency": tokens / resolved.info.max_model_len,
+        "kv_cache_size_tokens": tokens,
+        "num_gpu_blocks": pages,
+        "num_gpu_blocks_override": config.kv_pages,
+        "sliding_window": windows.pop() if len(windows) == 1 else None,
     }
 
 

@@ -95,6 +95,12 @@ def test_engine_and_library_work_without_web_framework():
     run_fresh(code + assert_not_loaded(WEB))
 
 
+def test_opentelemetry_is_loaded_for_traces_alone():
+    run_fresh(
+        "import jaxserve.build, jaxserve.server.app\n" + assert_not_loaded(("opentelemetry.sdk", "google.protobuf"))
+    )
+
+
 def test_blocked_web_framework_is_really_blocked():
     with pytest.raises(AssertionError, match="fastapi is blocked"):
         run_fresh(BLOCK_WEB + "import fastapi\n")
@@ -119,7 +125,8 @@ def test_models_import_no_sharding():
 
 def test_every_third_party_import_is_a_declared_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in project["dependencies"]}
+    lines = project["dependencies"] + project["optional-dependencies"]["otlp"]
+    declared = {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in lines}
     homes = importlib.metadata.packages_distributions()
     files = sorted((ROOT / "jaxserve").rglob("*.py"))
     assert files

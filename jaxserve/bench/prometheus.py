@@ -2,11 +2,12 @@
 
 Names lose the prefixes `jaxserve_` and `vllm:`, so that series of both engines compare. Labels that distinguish
 instances of a server are dropped. Values of instances are added, but shares (`..._perc`, `..._ratio`) are averaged,
-and `plan_version` is the highest one.
+and of `plan_version` and `kv_capacity_max_seconds` the highest one is taken. Series that a server exports under both
+prefixes are read once.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,10 +15,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-PREFIXES = ("jaxserve_", "vllm:")
+OWN_PREFIX = "jaxserve_"
+PREFIXES = (OWN_PREFIX, "vllm:")
 INSTANCE_LABELS = frozenset({"model_name", "engine", "instance"})
 SHARES = ("_perc", "_ratio")
-HIGHEST = frozenset({"plan_version"})
+HIGHEST = frozenset({"plan_version", "kv_capacity_max_seconds"})
 # Histograms whose sum and count become values too, so that means between two scrapes can be computed.
 WITH_SUM_AND_COUNT = frozenset({"iteration_seconds", "time_to_first_token_seconds"})
 
@@ -83,7 +85,7 @@ def parse(text: str, *, histograms: bool = True) -> Scrape:
     if not histograms:
         text = "\n".join(line for line in text.splitlines() if "_bucket{" not in line) + "\n"
     families = list(text_string_to_metric_families(text))
-    known = [family for family in families if family.name.startswith(PREFIXES)]
+    known = _known(families)
     values: dict[str, list[float]] = {}
     found: dict[str, Histogram] = {}
     for family in known or families:
@@ -95,6 +97,13 @@ def parse(text: str, *, histograms: bool = True) -> Scrape:
             if histograms:
                 found[_short(family.name)] = _histogram(family)
     return Scrape({key: _combined(key, parts) for key, parts in values.items()}, found)
+
+
+def _known(families: Sequence[Metric]) -> list[Metric]:
+    """Return the families with a known prefix, once each if they have several."""
+    own = {_short(family.name) for family in families if family.name.startswith(OWN_PREFIX)}
+    known = [family for family in families if family.name.startswith(PREFIXES)]
+    return [family for family in known if family.name.startswith(OWN_PREFIX) or _short(family.name) not in own]
 
 
 def _add_values(values: dict[str, list[float]], samples: Iterable[Sample]) -> None:

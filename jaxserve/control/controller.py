@@ -8,7 +8,7 @@ slow holds up no other. Time is an argument, and only the actuators have effects
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
@@ -76,6 +76,7 @@ class Controller:
         self.history: deque[HistorySample] = deque(maxlen=HISTORY)
         self._in_force, self._resources = in_force, resources
         self._decisions: dict[int, Decision] = {}  # the latest, by number
+        self._ended: Counter[tuple[str, ...]] = Counter()  # number by policy and outcome
         self._numbers = count()
         self._lock = threading.RLock()
         self._due = self._sample_due = float("-inf")
@@ -105,6 +106,12 @@ class Controller:
     def decisions(self) -> list[Decision]:
         """The latest decisions, in order."""
         return self.latest_decisions(DECISIONS)
+
+    @property
+    def ended(self) -> dict[tuple[str, ...], int]:
+        """The number of decisions that have ended, by policy and outcome ("done", "failed" or "rejected")."""
+        with self._lock:
+            return dict(self._ended)
 
     @property
     def target(self) -> Plan | None:
@@ -217,6 +224,8 @@ class Controller:
                     del self._decisions[next(iter(self._decisions))]
             elif number in self._decisions:
                 self._decisions[number] = decision
+            if decision.outcome != "started":
+                self._ended[decision.policy, decision.outcome.partition(":")[0]] += 1
         _log(decision)
         return number
 

@@ -61,6 +61,15 @@ class ForesightPolicy(Protocol):
         ...
 
 
+@runtime_checkable
+class BoundedPolicy(Protocol):
+    """A policy that can name the plan with the most KV pages that it may propose, for metrics and load reports."""
+
+    def largest(self, plan: InstancePlan) -> InstancePlan | None:
+        """Return this plan for an instance that was started with `plan`; None if the plan in force always stays."""
+        ...
+
+
 @contextmanager
 def errors_of_policy(what: str) -> Iterator[None]:
     """Turn every error of a user's code in a `with` block into a `ConfigError` that says `what` raised it."""

@@ -9,6 +9,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from jaxserve.control.controller import Controller
+from jaxserve.control.kv_headroom import KVHeadroom
 from jaxserve.control.ledger import DeviceLedgers
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.plan_yaml import from_yaml, to_dict, to_yaml
@@ -17,7 +18,7 @@ from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import ConfigError, RequestError
-from jaxserve.telemetry import Snapshot, combine
+from jaxserve.telemetry import ControlState, Snapshot, combine
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class ControlPlane:
         self._controller, self._resources, self._ledgers, self._clock = controller, resources, ledgers, clock
         self._snapshots = snapshots
         self._max_pages = sum(resources.max_capacity(instance) - 1 for instance in controller.plan.instances)
+        self._headroom = KVHeadroom(resources, controller.plan)
         self._built_in = tuple(policy_names)
         self._policy_names = tuple(dict.fromkeys((*self._built_in, started_with)))
         self._load_policy, self._first = load_policy, (started_with, controller.policy)
@@ -123,6 +125,10 @@ class ControlPlane:
             "settings": {name: None if value == math.inf else value for name, value in known.items()},
             "objectives": _objectives(policy),
         }
+
+    def state(self) -> ControlState:
+        controller = self._controller
+        return ControlState(self._headroom.of(controller.policy, controller.plan), controller.ended)
 
     def decisions(self, limit: int) -> list[dict[str, Any]]:
         return [asdict(decision) for decision in self._controller.latest_decisions(limit)]

@@ -13,6 +13,8 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 KernelBackend = Literal["auto", "native", "pallas", "xla"]
 """Kernels that run operations: native (on CPU), pallas (on GPU), xla, or the fastest that are available ("auto").
 XLA runs every operation that the chosen kernels do not support."""
+MetricsPrefix = Literal["jaxserve", "vllm", "both"]
+"""Names of metrics: all under `jaxserve_`; under `vllm:` where vLLM has them, and else under `jaxserve_`; or both."""
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -306,6 +308,23 @@ class EngineConfig:
     step_log: Annotated[
         str | Path | None,
         Option("Records", "File to record every step in, with its contents and duration.", default="none"),
+    ] = None
+    metrics_prefix: Annotated[
+        MetricsPrefix,
+        Option(
+            "Records",
+            "Names of the metrics; vllm: vLLM's names (vllm:...) for those that vLLM has, for its dashboards and "
+            "autoscalers; both: these in addition.",
+        ),
+    ] = "jaxserve"
+    otlp_endpoint: Annotated[
+        str | None,
+        Option(
+            "Records",
+            "URL of an OpenTelemetry collector that takes traces of requests over HTTP, such as "
+            "http://127.0.0.1:4318; needs the extra otlp.",
+            default="none",
+        ),
     ] = None
     # -- limits on a single request
     max_logprobs: Annotated[int, Option("Limits", "Maximum number of log-probabilities per token.")] = 20

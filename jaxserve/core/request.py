@@ -32,6 +32,14 @@ class SequenceStatus(Enum):
 
 
 @dataclass(frozen=True)
+class TraceContext:
+    """What traces need to know of the HTTP request that a request belongs to."""
+
+    operation: str  # "chat", "text_completion" or "embeddings"
+    headers: Mapping[str, str]  # traceparent and tracestate are read
+
+
+@dataclass(frozen=True)
 class Request:
     """An accepted request. Requests with different `salt` share no pages of the prefix cache."""
 
@@ -45,6 +53,7 @@ class Request:
     embed: bool = False  # return the pooled last hidden state instead of generating
     stream: bool = True  # return tokens as they are generated, not at the end of each answer
     grammar: Grammar | None = None  # compiled from `params.structured`
+    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True)

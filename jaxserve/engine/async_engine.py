@@ -12,7 +12,7 @@ from functools import partial
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import EngineFailed, EngineForked, EngineStopped, NoTokenizer
-from jaxserve.core.request import Request, RequestOutput
+from jaxserve.core.request import Request, RequestOutput, TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.structured import GrammarCompiler
 from jaxserve.engine.client import ControlClient, ModelInfo, Prompt, TextPrompt
@@ -227,9 +227,10 @@ class AsyncEngine:
         priority: int = 0,
         salt: str = "",
         stream: bool = True,
+        trace: TraceContext | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the new parts of a request's answers, as `EngineClient.generate`."""
-        request = await self._request(prompt, params, request_id, priority, salt, stream=stream)
+        request = await self._request(prompt, params, request_id, priority, salt, trace, stream=stream)
         async with self._admitted(request) as answers:
             while True:
                 output = await answers.next()
@@ -238,17 +239,25 @@ class AsyncEngine:
                     return
 
     async def embed(
-        self, prompt: Prompt, *, request_id: str | None = None, priority: int = 0, salt: str = ""
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+        trace: TraceContext | None = None,
     ) -> RequestOutput:
         """Return an output with the pooled last hidden state, as `EngineClient.embed`."""
         params = SamplingParams(max_tokens=1, detokenize=False)
-        request = await self._request(prompt, params, request_id, priority, salt, embed=True)
+        request = await self._request(prompt, params, request_id, priority, salt, trace, embed=True)
         async with self._admitted(request) as stream:
             return await stream.next()
 
+    def snapshots(self) -> list[Snapshot]:
+        return [thread.steps.core.snapshot for thread in self._threads]
+
     def snapshot(self) -> Snapshot:
-        """Return the sum of the instances' states after their latest steps."""
-        return combine([thread.steps.core.snapshot for thread in self._threads])
+        return combine(self.snapshots())
 
     def check_health(self) -> None:
         """Raise `EngineFailed` if a loop has died, or has work and makes no progress."""
@@ -292,6 +301,7 @@ class AsyncEngine:
         request_id: str | None,
         priority: int,
         salt: str,
+        trace: TraceContext | None,
         *,
         embed: bool = False,
         stream: bool = True,
@@ -312,6 +322,7 @@ class AsyncEngine:
             embed=embed,
             stream=stream,
             grammar=None if params.structured is None else await asyncio.to_thread(grammar_of, params, self._grammars),
+            trace=trace,
         )
 
     async def _encode(self, prompt: TextPrompt) -> tuple[int, ...]:

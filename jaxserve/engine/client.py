@@ -1,13 +1,13 @@
 """The client interface of an engine: everything that the server or another front end may use."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from jaxserve.core.request import RequestOutput
+from jaxserve.core.request import RequestOutput, TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.telemetry.snapshot import Snapshot
+from jaxserve.telemetry import ControlState, Snapshot
 
 
 class ControlClient(Protocol):
@@ -51,6 +51,10 @@ class ControlClient(Protocol):
         - `settings`: the values in force, None for infinity; {} for a policy without settings
         - `objectives`: `slo_ttft`, `slo_tpot` and `max_quality_loss` as in the status
         """
+        ...
+
+    def state(self) -> ControlState:
+        """Return the KV capacity of each instance under the policy that decides, and the decisions that have ended."""
         ...
 
     def decisions(self, limit: int) -> list[dict[str, Any]]:
@@ -154,6 +158,7 @@ class EngineClient(Protocol):
         priority: int = 0,
         salt: str = "",
         stream: bool = True,
+        trace: TraceContext | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the new parts of a request's n answers, until an output is `finished`.
 
@@ -167,7 +172,13 @@ class EngineClient(Protocol):
         ...
 
     async def embed(
-        self, prompt: Prompt, *, request_id: str | None = None, priority: int = 0, salt: str = ""
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+        trace: TraceContext | None = None,
     ) -> RequestOutput:
         """Return an output whose `embedding` is the pooled last hidden state, float32 [hidden_size], of unit length.
 
@@ -175,8 +186,12 @@ class EngineClient(Protocol):
         """
         ...
 
+    def snapshots(self) -> Sequence[Snapshot]:
+        """Return the state of each instance after its latest step."""
+        ...
+
     def snapshot(self) -> Snapshot:
-        """Return the engine's state after its latest step."""
+        """Return the sum of the instances' states after their latest steps."""
         ...
 
     def check_health(self) -> None:
@@ -188,7 +203,7 @@ class EngineClient(Protocol):
         ...
 
     def metrics_text(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format. May be called from any thread."""
         ...
 
     async def drain(self, timeout: float) -> bool:

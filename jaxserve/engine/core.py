@@ -25,6 +25,7 @@ from jaxserve.engine.text import StopStrings, append_text, flush_text
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.scheduler import Scheduler
 from jaxserve.telemetry import EngineMetrics, Snapshot
+from jaxserve.telemetry.tracing import EndedRequest
 
 log = logging.getLogger(__name__)
 
@@ -59,21 +60,23 @@ class EngineCore:
         index: int = 0,
         loads: Loads | None = None,
         cost: InstanceCost | None = None,
+        trace: abc.Callable[[EndedRequest], None] | None = None,
     ):
         """`index`: the index of the instance. `salt`: the plan's name in the prefix cache.
 
         `plan_fields`: the fields of the snapshot that follow from the plan. `cost`: the step times under the plan, of
-        loads computed by `loads`; None if they are unknown.
+        loads computed by `loads`; None if they are unknown. `trace` is called with each request that has ended.
         """
         self.scheduler = scheduler
         self.info = info
         self.tokenizer = tokenizer
-        self.metrics = metrics
+        self.metrics = metrics.instance(index)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.salt = salt
         self.index = index
-        self._counters = EngineCounters(scheduler, metrics, plan_fields, StepTimes(loads, cost))
-        metrics.follow(lambda: self.snapshot, index)
+        self._trace = trace
+        self._counters = EngineCounters(scheduler, self.metrics, plan_fields, StepTimes(loads, cost))
+        self.metrics.follow(lambda: self.snapshot)
         self._caching = scheduler.pages.caching
         self._seeds = np.random.default_rng(seed)
         self._requests: dict[str, RequestState] = {}
@@ -304,6 +307,8 @@ class EngineCore:
         if sequence.first_token is None:
             sequence.first_token = now
             self._counters.first_token(now - request.arrival)
+            if sequence.index == 0:
+                self._counters.prompt_done(sequence)
         elif sequence.last_token is not None:
             gap = now - sequence.last_token  # equal for nearly all sequences of a step
             step.gaps[gap] = step.gaps.get(gap, 0) + 1
@@ -421,6 +426,7 @@ class EngineCore:
             self._fail(step, sequence.request, NonFiniteOutput("embeddings"))
             return
         sequence.embedding = embedding
+        self._counters.prompt_done(sequence)
         sequence.finish_reason = FinishReason.STOP
         self.scheduler.finish(sequence)
         step.changed.setdefault(sequence.request.id, []).append(sequence)
@@ -438,6 +444,8 @@ class EngineCore:
     def _end(self, state: RequestState, reason: FinishReason, now: float) -> None:
         state.finished_at = now
         self._counters.ended(state, reason, now)
+        if self._trace is not None:
+            self._trace(state.ended(reason, now))
 
     def _take_snapshot(self, now: float) -> None:
         self._counters.take(now)

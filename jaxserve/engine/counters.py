@@ -4,17 +4,17 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.core.request import FinishReason
+from jaxserve.core.request import FinishReason, Sequence
 from jaxserve.engine.outputs import RequestState
 from jaxserve.engine.step_times import StepTimes
 from jaxserve.scheduler import Scheduler
-from jaxserve.telemetry import TIME_BOUNDS, EngineMetrics, Snapshot
+from jaxserve.telemetry import TIME_BOUNDS, InstanceMetrics, Snapshot
 
 
 class EngineCounters:
     """Counters that the engine core updates between two steps. `snapshot` may be read from any thread."""
 
-    def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, plan_fields: Snapshot, times: StepTimes):
+    def __init__(self, scheduler: Scheduler, metrics: InstanceMetrics, plan_fields: Snapshot, times: StepTimes):
         """`plan_fields`: the fields of the snapshot that follow from the plan."""
         self.plan_fields = plan_fields
         self.times = times
@@ -41,6 +41,7 @@ class EngineCounters:
             "steps": self.steps,
             "num_running": len(scheduler.running),
             "num_waiting": scheduler.num_waiting,
+            "num_deferred": scheduler.num_deferred,
             "waiting_tokens": scheduler.waiting_tokens,
             "kv_pages_used": scheduler.pages.used,
             "oldest_wait": 0.0 if since is None else now - since,
@@ -55,6 +56,10 @@ class EngineCounters:
             "expected_seconds": self.times.expected,
         }
         self._latest = (self.plan_fields, latest)
+
+    def prompt_done(self, sequence: Sequence) -> None:
+        """Count the prompt of a request, whose first sequence this must be, when it has been computed."""
+        self._metrics.prompt_tokens(sequence.num_prompt, sequence.num_cached)
 
     def first_token(self, seconds: float) -> None:
         """Count a first token that came `seconds` after its request's arrival."""
@@ -106,7 +111,7 @@ class EngineCounters:
             prefill = first.first_token - first.first_scheduled
         if first.first_scheduled is not None:
             queue = first.first_scheduled - state.request.arrival
-            self._metrics.prompt_tokens(first.num_prompt)
+        has_prompt = first.first_token is not None or first.embedding is not None
         self._metrics.finished(
             reason,
             e2e=now - state.request.arrival,
@@ -116,6 +121,7 @@ class EngineCounters:
             tpot=tpot,
             prefill=prefill,
             decode=decode,
+            computed=first.num_prompt - first.num_cached if has_prompt else None,
             longest=max(lengths),
             n=len(lengths),
             max_tokens=None if state.request.embed else state.request.params.max_tokens,

@@ -4,7 +4,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.request import CompletionOutput, Request, RequestMetrics, RequestOutput, Sequence, TokenLogprobs
+from jaxserve.core.request import (
+    CompletionOutput,
+    FinishReason,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    Sequence,
+    TokenLogprobs,
+)
+from jaxserve.telemetry.tracing import EndedRequest
 
 
 @dataclass(eq=False)
@@ -54,6 +63,18 @@ class RequestState:
         request = self.request
         return RequestOutput(
             request.id, request.prompt, request.prompt_token_ids, outputs=(), finished=True, error=error
+        )
+
+    def ended(self, reason: FinishReason, now: float) -> EndedRequest:
+        """Return what the request did, when it has ended for `reason` at time `now`."""
+        return EndedRequest(
+            request=self.request,
+            times=self.metrics,
+            now=now,
+            reason=reason,
+            reasons=[(s.finish_reason or reason).value for s in self.sequences],
+            output_tokens=sum(s.num_generated for s in self.sequences),
+            cached_tokens=self.sequences[0].num_cached,
         )
 
     def _take_sequence(self, sequence: Sequence) -> CompletionOutput:

@@ -165,6 +165,11 @@ class Scheduler:
         return not self.running and self.num_waiting == 0
 
     @property
+    def num_deferred(self) -> int:
+        """Number of waiting sequences that wait for the prompt of a sibling, and not for slots or pages."""
+        return self.num_waiting - len(self._queued)
+
+    @property
     def waiting_since(self) -> float | None:
         """The time at which the first waiting sequence was queued (its arrival or preemption), None if none waits."""
         return next((sequence.queued_at for sequence in self._queued), None)

@@ -5,6 +5,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from jaxserve.engine.client import EngineClient
 from jaxserve.server.errors import install_handlers
+from jaxserve.server.load import InFlight
 from jaxserve.server.middleware import AdminGuard, ApiKeyGuard, BodyLimit
 from jaxserve.server.normalize import HeadAsGet, RequestId, TidyPath
 from jaxserve.server.routes import (
@@ -46,6 +47,7 @@ def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI
     for module in ROUTERS:
         app.include_router(module.router)
     # The middleware added last is the outermost.
+    app.add_middleware(InFlight)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout)
     app.add_middleware(AdminGuard, settings=settings)
     if settings.api_keys:

@@ -1,7 +1,9 @@
 """The work for one conversation: what a body of the chat API asks of the engine, and the format of its answers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jaxserve.core.request import TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.limits import cap_max_tokens, check_params
@@ -24,8 +26,13 @@ class ConversationJob:
     form: AnswerFormat
 
 
-async def conversation_job(state: ServerState, body: ChatBody, request_id: str) -> ConversationJob:
-    """Return the work for a conversation. Raise RequestError if a field of the body or the prompt breaks a limit."""
+async def conversation_job(
+    state: ServerState, body: ChatBody, *, request_id: str, headers: Mapping[str, str]
+) -> ConversationJob:
+    """Return the work for a conversation, of which `headers` has the trace.
+
+    Raise RequestError if a field of the body or the prompt breaks a limit.
+    """
     client = state.client()
     body.check()
     leave = body.tokens_to_leave(body.token_limit)
@@ -36,7 +43,9 @@ async def conversation_job(state: ServerState, body: ChatBody, request_id: str) 
     given = state, body, text, len(prompt.token_ids)
     # Schemas may be large.
     form, params = await off_loop(_params, *given) if body.tools or body.has_structure else _params(*given)
-    return ConversationJob(client, Job(request_id, [prompt], [params], body.priority, body.cache_salt or ""), form)
+    trace = TraceContext("chat", headers)
+    job = Job(request_id, [prompt], [params], body.priority, body.cache_salt or "", trace)
+    return ConversationJob(client, job, form)
 
 
 def _params(state: ServerState, body: ChatBody, prompt: str, length: int) -> tuple[AnswerFormat, SamplingParams]:

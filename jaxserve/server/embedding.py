@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.core.request import RequestOutput
+from jaxserve.core.request import RequestOutput, TraceContext
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.server.generation import queue_batches
 
 
 async def embed_all(
-    client: EngineClient, prompts: Sequence[TokensPrompt], request_id: str, priority: int
+    client: EngineClient, prompts: Sequence[TokensPrompt], request_id: str, priority: int, trace: TraceContext
 ) -> list[RequestOutput]:
     """Return all embeddings. At the first error, abort the remaining inputs and raise it."""
     tasks: list[asyncio.Task[RequestOutput]] = []
@@ -19,7 +19,7 @@ async def embed_all(
         for batch in queue_batches(client.info, prompts):
             async with asyncio.TaskGroup() as group:
                 for i in batch:
-                    embed = client.embed(prompts[i], request_id=f"{request_id}-{i}", priority=priority)
+                    embed = client.embed(prompts[i], request_id=f"{request_id}-{i}", priority=priority, trace=trace)
                     tasks.append(group.create_task(embed))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic_core import to_json
 
-from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs
+from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs, TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient, ModelInfo, TokensPrompt
 from jaxserve.server.offload import MAX_INLINE_SIZE, off_loop, off_loop_if_large
@@ -97,6 +97,7 @@ class Job:
     params: Sequence[SamplingParams]  # per prompt: they differ in max_tokens
     priority: int = 0
     salt: str = ""
+    trace: TraceContext | None = None
 
     def usage(self) -> Usage:
         """Return the token counts before anything has been generated."""
@@ -108,7 +109,7 @@ class Job:
         Closing the generator aborts all prompts. An error of one prompt ends all of them. Prompts that exceed the
         queue's limits together run in several batches.
         """
-        generate = partial(client.generate, priority=self.priority, salt=self.salt, stream=stream)
+        generate = partial(client.generate, priority=self.priority, salt=self.salt, stream=stream, trace=self.trace)
         if len(self.prompts) == 1:
             async with contextlib.aclosing(generate(self.prompts[0], self.params[0], request_id=self.id)) as outputs:
                 async for output in outputs:

@@ -37,7 +37,7 @@ class NoControlPlane(RequestError):
 
 
 class ServerState:
-    """The state of one server. Only `attach` and `start_draining` change it."""
+    """The state of one server. `attach`, `start_draining` and the middleware `InFlight` change it."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class ServerState:
         self.wall_clock = wall_clock
         self.phase = Phase.LOADING
         self.responses = ResponseStore(settings.max_stored_responses, int(settings.stored_responses_mb * MEBIBYTE))
+        self.in_flight = 0  # requests that the engine works for
         self._client: EngineClient | None = None
         self._formats: AnswerFormats | None = None
         if client is not None:
@@ -83,14 +84,18 @@ class ServerState:
             raise EngineStopped("the server is shutting down")
         return self._client
 
+    def loaded_client(self) -> EngineClient:
+        """Return the engine, also while draining. Raise EngineStopped while loading."""
+        if self._client is None:
+            raise EngineStopped("the model is still loading")
+        return self._client
+
     def control(self) -> ControlClient:
         """Return the engine's control plane, also while draining.
 
         Raise EngineStopped while loading, and NoControlPlane if the engine has none.
         """
-        if self._client is None:
-            raise EngineStopped("the model is still loading")
-        control = self._client.control
+        control = self.loaded_client().control
         if control is None:
             raise NoControlPlane("this engine has no control plane: its plan cannot change while it serves")
         return control

@@ -7,7 +7,7 @@ from jaxserve.core.clock import Clock
 from jaxserve.sim.control import SimControl
 from jaxserve.sim.instance import SimInstance
 from jaxserve.telemetry import Snapshot, combine
-from jaxserve.telemetry.metrics import gauges
+from jaxserve.telemetry.exposition import gauges
 
 MAX_SAMPLES = 20_000  # beyond this, every other sample is dropped and the interval doubles
 

@@ -1,7 +1,19 @@
 """Telemetry: immutable snapshots of an engine, their smoothing, and Prometheus metrics. Imports no JAX."""
 
-from jaxserve.telemetry.metrics import TIME_BOUNDS, EngineMetrics
+from jaxserve.telemetry.control_state import ControlState, KVCapacity
+from jaxserve.telemetry.definitions import TIME_BOUNDS
+from jaxserve.telemetry.metrics import EngineMetrics, InstanceMetrics
 from jaxserve.telemetry.snapshot import Recent, Snapshot, combine
 from jaxserve.telemetry.windows import Smoother
 
-__all__ = ["TIME_BOUNDS", "EngineMetrics", "Recent", "Smoother", "Snapshot", "combine"]
+__all__ = [
+    "TIME_BOUNDS",
+    "ControlState",
+    "EngineMetrics",
+    "InstanceMetrics",
+    "KVCapacity",
+    "Recent",
+    "Smoother",
+    "Snapshot",
+    "combine",
+]

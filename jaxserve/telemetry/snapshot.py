@@ -56,6 +56,7 @@ class Snapshot:
     steps: int = 0  # steps finished since the start, from which health checks see progress
     num_running: int = 0  # sequences
     num_waiting: int = 0  # sequences
+    num_deferred: int = 0  # of these, the ones that wait for a prompt that another answer shares with them
     waiting_tokens: int = 0  # prompt tokens of waiting sequences that remain to be computed
     kv_pages_total: int = 0  # without the null page
     kv_pages_used: int = 0  # pages held by sequences; pages that only the prefix cache holds are free
@@ -70,7 +71,7 @@ class Snapshot:
     generated_tokens: int = 0
     prefill_tokens: int = 0  # of prompts, without those found in the prefix cache
     finished: int = 0  # sequences
-    first_tokens: tuple[int, ...] = ()  # number of first tokens by time: buckets `metrics.TIME_BOUNDS` and infinity
+    first_tokens: tuple[int, ...] = ()  # number of first tokens by time: buckets `TIME_BOUNDS` and infinity
     gaps: int = 0  # number of gaps between two tokens of a sequence
     gap_seconds: float = 0.0  # sum of these gaps
     busy_seconds: float = 0.0  # sum of the times that ended steps took

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from operator import sub
 from typing import NamedTuple, TypeVar
 
-from jaxserve.telemetry.metrics import TIME_BOUNDS
+from jaxserve.telemetry.definitions import TIME_BOUNDS
 from jaxserve.telemetry.snapshot import Recent, Snapshot
 
 RESOLUTION = 64  # snapshots per window; if they come more often, a later one replaces the one before it

@@ -6,8 +6,7 @@ import pytest
 
 from jaxserve.bench.prometheus import Histogram, parse
 from jaxserve.core.request import FinishReason
-from jaxserve.telemetry.metrics import EngineMetrics
-from jaxserve.telemetry.snapshot import Snapshot
+from jaxserve.telemetry import EngineMetrics, Snapshot
 
 VLLM = """
 # TYPE python_info gauge
@@ -59,8 +58,8 @@ def test_values_parsed_without_histograms_are_the_same():
 def test_jaxserve_metrics_lose_their_prefix():
     metrics = EngineMetrics("m")
     state = Snapshot(num_running=2, kv_pages_total=8, plan_version=3, layers_by_precision={"bfloat16": 4})
-    metrics.follow(lambda: state)
-    metrics.finished(FinishReason.STOP, e2e=1.0, queue=0.25, prompt_tokens=4, generated=2, tpot=0.1)
+    metrics.instance().follow(lambda: state)
+    metrics.instance().finished(FinishReason.STOP, e2e=1.0, queue=0.25, prompt_tokens=4, generated=2, tpot=0.1)
     scrape = parse(metrics.render().decode())
     assert scrape.values["num_requests_running"] == 2
     assert scrape.values["kv_pages_total"] == 8
@@ -70,10 +69,20 @@ def test_jaxserve_metrics_lose_their_prefix():
     assert scrape.histograms["request_queue_time_seconds"].mean == 0.25
 
 
+def test_series_under_two_prefixes_are_read_once():
+    metrics = EngineMetrics("m", prefix="both")
+    metrics.instance().generated_tokens(5)
+    metrics.instance().finished(FinishReason.STOP, e2e=1.0, queue=0.25, prompt_tokens=4, generated=2, tpot=0.1)
+    scrape = parse(metrics.render().decode())
+    assert scrape.values["generation_tokens_total"] == 5
+    assert scrape.values['request_success_total{finished_reason="stop"}'] == 1
+    assert scrape.histograms["request_queue_time_seconds"].count == 1
+
+
 def test_sum_and_count_of_step_seconds_are_series():
     metrics = EngineMetrics("m")
-    metrics.step(4, 0.25)
-    metrics.step(4, 0.5)
+    metrics.instance().step(4, 0.25)
+    metrics.instance().step(4, 0.5)
     values = parse(metrics.render().decode(), histograms=False).values
     assert (values["iteration_seconds_sum"], values["iteration_seconds_count"]) == (0.75, 2)
 

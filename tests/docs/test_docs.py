@@ -137,6 +137,8 @@ FOREIGN_OPTIONS = {
     "--allowed-origins",
     "--uvicorn-log-level",
     "--disable-log-requests",
+    "--otlp-traces-endpoint",
+    "--enable-server-load-tracking",
     "--trust-remote-code",
     "--enable-auto-tool-choice",
     "--local-dir",

@@ -89,7 +89,7 @@ def test_cancelled_requests_free_their_pages_in_every_stage(engine: AsyncEngine)
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, asyncio.CancelledError) for result in results)
         await settled(engine)
-        assert b'request_success_total{finished_reason="abort"' in engine.metrics_text()
+        assert b'request_success_total{engine="0",finished_reason="abort"' in engine.metrics_text()
 
     asyncio.run(main())
 

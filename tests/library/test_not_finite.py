@@ -86,7 +86,7 @@ def test_non_finite_output_of_the_async_engine_raises_and_is_counted(tiny_model:
         with pytest.raises(NonFiniteOutput):
             await engine.embed(TokensPrompt((3, BAD)))
         text = engine.metrics_text().decode()
-        assert f'jaxserve_non_finite_outputs_total{{model_name="{tiny_model.name}"}} 3.0' in text
+        assert f'jaxserve_non_finite_outputs_total{{engine="0",model_name="{tiny_model.name}"}} 3.0' in text
         assert f'finished_reason="error",model_name="{tiny_model.name}"}} 3.0' in text
         await engine.shutdown()
 

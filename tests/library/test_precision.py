@@ -100,7 +100,7 @@ def test_ledger_and_metrics_count_bytes_by_precision(tiny_model: Path, options: 
         assert snapshot.layers_by_precision == {name: layers.count(name) for name in layers}
         metrics = built.metrics.render().decode()
         for name in set(layers):
-            line = f'jaxserve_layers_by_precision{{model_name="{tiny_model.name}",precision="{name}"}}'
+            line = f'jaxserve_layers_by_precision{{engine="0",model_name="{tiny_model.name}",precision="{name}"}}'
             assert f"{line} {float(layers.count(name))}" in metrics
     finally:
         built.close()

@@ -250,7 +250,7 @@ def test_metrics_follow_a_swap(swapped: Swapped) -> None:
 
     full = value("weight_bytes")
     swapped.swap(1, "int4")
-    label = '{model_name="' + swapped.built.info.name + '",precision="int4"}'
+    label = '{engine="0",model_name="' + swapped.built.info.name + '",precision="int4"}'
     assert value(f"layers_by_precision{label}") == 1
     assert value("weight_bytes") < full
     assert value("weight_bytes") == sum(leaf.nbytes for loaded in swapped.executor.blocks for leaf in loaded.leaves)

@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer as HfTokenizer, decoders, models, pre_tokenizers
 
 from jaxserve.core.errors import EngineFailed, EngineStopped, QueueFull
-from jaxserve.core.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from jaxserve.core.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs, TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import ControlClient, ModelInfo, Prompt, TokensPrompt
 from jaxserve.engine.limits import check_params, check_prompt
@@ -73,7 +73,7 @@ class FakeClient:
         self._stop = asyncio.Event()
         self._ids = itertools.count()
         self._metrics = EngineMetrics("fake")
-        self._metrics.follow(self.snapshot)
+        self._metrics.instance().follow(self.snapshot)
 
     @property
     def ready(self) -> bool:
@@ -88,6 +88,7 @@ class FakeClient:
         priority: int = 0,
         salt: str = "",
         stream: bool = True,
+        trace: TraceContext | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         assert isinstance(prompt, TokensPrompt)
         request_id = self._admit(prompt, request_id)
@@ -104,7 +105,13 @@ class FakeClient:
                 self.aborted.append(request_id)
 
     async def embed(
-        self, prompt: Prompt, *, request_id: str | None = None, priority: int = 0, salt: str = ""
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+        trace: TraceContext | None = None,
     ) -> RequestOutput:
         assert isinstance(prompt, TokensPrompt)
         request_id = self._admit(prompt, request_id, embed=True)
@@ -114,6 +121,9 @@ class FakeClient:
             return RequestOutput(request_id, None, prompt.token_ids, (), True, embedding=values)
         finally:
             self.active.discard(request_id)
+
+    def snapshots(self) -> list[Snapshot]:
+        return [self.snapshot()]
 
     def snapshot(self) -> Snapshot:
         return Snapshot(num_running=len(self.active), kv_pages_total=100, kv_pages_used=len(self.active))

@@ -9,6 +9,7 @@ from typing import Any
 from jaxserve.control.plan import InstancePlan, Plan, StagePlan, block_chain
 from jaxserve.control.plan_yaml import from_yaml, to_dict, to_yaml
 from jaxserve.core.errors import ConfigError, PlanError, RequestError
+from jaxserve.telemetry import ControlState, KVCapacity
 
 CYCLE = 300  # seconds from one burst to the next
 # Seconds of a cycle at which the first layers turn to int4, and at which layers begin to return.
@@ -169,6 +170,10 @@ class FakeControl:
             "slo_tpot": None,
             "max_quality_loss": None,
         }
+
+    def state(self) -> ControlState:
+        tokens, most = (16 * pages(layers) for layers in (int4_layers(self.now()), len(ORDER)))
+        return ControlState([KVCapacity(tokens, most, 0.04)])
 
     def decisions(self, limit: int) -> list[dict[str, Any]]:
         return decisions_until(self.now())[-limit:]

@@ -281,7 +281,7 @@ def test_metrics_count_a_request(server, client):
     assert [spent[name] for name in sizes] == [2, 24, 24]
     assert all(spent[name] > 0 for name in names)
     assert spent[names[0]] + spent[names[1]] == pytest.approx(spent[names[2]])
-    assert metric(server, "iteration_tokens_total_count") > 0
+    assert metric(server, "iteration_tokens_count") > 0
     assert metric(server, "cache_config_info", block_size="16", cache_dtype="float32") == 1
 
 

@@ -16,6 +16,11 @@ from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient, byte_tokenizer
 from tests.server.serving import serving
 
+PROMPTS = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+}
+
 
 def test_health_fails_when_the_engine_makes_no_progress():
     client = FakeClient()
@@ -63,7 +68,7 @@ def test_metrics_are_valid_prometheus_text(http):
     answer = http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
-    assert families["jaxserve_num_requests_running"].samples[0].labels == {"model_name": "fake"}
+    assert families["jaxserve_num_requests_running"].samples[0].labels == {"engine": "0", "model_name": "fake"}
 
 
 def test_version_endpoint_returns_the_package_version(http):
@@ -115,7 +120,7 @@ def test_answer_is_at_most_as_long_as_the_model_default(path, body, tokens):
     client = FakeClient()
     client.info = replace(client.info, max_new_tokens=20)
     http = TestClient(create_app(client, ServerSettings()))
-    answer = http.post(path, json={"prompt": "a", "messages": [{"role": "user", "content": "a"}], **body})
+    answer = http.post(path, json={**PROMPTS[path], **body})
     assert answer.status_code == 200
     assert client.seen[0][1].max_tokens == tokens
 
@@ -158,7 +163,7 @@ def test_openapi_has_the_request_bodies(http):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_stream_ends_with_done_after_an_error(path):
-    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "stream": True}
+    body = {**PROMPTS[path], "stream": True}
     for client in (FakeClient(), FakeClient(fail_after=2), FakeClient(fail_after=2, failure=ValueError("a bug"))):
         with serving(client) as address:
             answer = httpx.post(address.url + path, json=body)
@@ -194,7 +199,7 @@ def test_bug_before_the_first_token_returns_500(stream):
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_benchmark_counts_the_tokens_of_a_stream(path, usage):
     script = "plain text"
-    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "stream": True, "max_tokens": 50}
+    body = {**PROMPTS[path], "stream": True, "max_tokens": 50}
     with serving(FakeClient(script=script)) as address:
         answer = httpx.post(
             address.url + path, json=body | ({"stream_options": {"include_usage": True}} if usage else {})

@@ -32,8 +32,7 @@ from jaxserve.core.step_load import StepLoad
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
-from jaxserve.telemetry import Recent, Snapshot
-from jaxserve.telemetry.metrics import TIME_BOUNDS
+from jaxserve.telemetry import TIME_BOUNDS, Recent, Snapshot
 
 MB = 1_000_000
 LAYER = {"bfloat16": 20 * MB, "int8": 10 * MB, "int4": 5 * MB}

@@ -34,6 +34,9 @@ class ManualPolicy:
             return Proposal(plan, None)
         return hold_plan(self.target.instance(plan.name), snapshot, plan, None, "the operator's plan")
 
+    def largest(self, plan: InstancePlan) -> InstancePlan | None:
+        return None if self.target is None else self.target.instance(plan.name)
+
 
 @dataclass(frozen=True)
 class StaticPolicy:
@@ -49,3 +52,6 @@ class StaticPolicy:
 
     def update(self, snapshot: Snapshot, plan: InstancePlan, state: InstancePlan) -> Proposal[InstancePlan]:
         return hold_plan(state, snapshot, plan, state, "back to the plan at the start")
+
+    def largest(self, plan: InstancePlan) -> InstancePlan | None:
+        return plan

@@ -119,6 +119,11 @@ class MorphPolicy:
         levels = sorted({min(count, ladder.top) for count in counts} - {0})[-MAX_FORESEEN:]
         return [ladder.plan(level).with_kv_pages(plan.kv_pages) for level in levels]
 
+    def largest(self, plan: InstancePlan) -> InstancePlan | None:
+        """Return the plan of the ladder's top."""
+        ladder = self.init(plan).ladder
+        return ladder.plan(ladder.top)
+
     # -- entry
 
     def _pressure(self, snapshot: Snapshot) -> list[str]:

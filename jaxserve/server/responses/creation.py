@@ -1,7 +1,8 @@
 """The beginning of a response: its conversation, from the input and what is kept, and the work for the engine."""
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 from pydantic_core import from_json
 
@@ -21,7 +22,9 @@ PREVIOUS = "previous_response_id"  # the place of items that earlier responses h
 ITEM_SIZE = 64  # how much the translation of an item costs, compared to a character of JSON
 
 
-async def create_response(state: ServerState, body: ResponsesBody, owner: Owner) -> RunningResponse:
+async def create_response(
+    state: ServerState, body: ResponsesBody, owner: Owner, headers: Mapping[str, str]
+) -> RunningResponse:
     """Return a response that can be generated. Raise RequestError if the body breaks a limit."""
     model, store = state.check_model(body.model), state.responses
     body.check()
@@ -33,7 +36,8 @@ async def create_response(state: ServerState, body: ResponsesBody, owner: Owner)
     id = f"resp_{uuid.uuid4().hex}"
     with responses_names(body):
         turn, chat = await begin_turn(store, body, owner)
-        work = await _fitting(state, chat, id) if body.truncation == "auto" else await conversation_job(state, chat, id)
+        make = partial(conversation_job, state, request_id=id, headers=headers)
+        work = await _fitting(make, chat) if body.truncation == "auto" else await make(chat)
     params = work.job.params[0]
     head = {
         "id": id,
@@ -91,14 +95,14 @@ def _resolved(item: Item, place: str, referred: Mapping[str, bytes | None]) -> I
     return found
 
 
-async def _fitting(state: ServerState, chat: ChatBody, request_id: str) -> ConversationJob:
-    """Return the work for as many of the last turns of a conversation as fit the model's context.
+async def _fitting(make: Callable[[ChatBody], Awaitable[ConversationJob]], chat: ChatBody) -> ConversationJob:
+    """Return the work that `make` returns for as many of the last turns of a conversation as fit the model's context.
 
     Turns begin with messages of the user. Instructions at the beginning stay. Raise ContextLengthExceeded if even the
     last turn does not fit.
     """
     try:
-        return await conversation_job(state, chat, request_id)
+        return await make(chat)
     except ContextLengthExceeded as error:
         too_long = error
     messages = chat.messages
@@ -110,7 +114,7 @@ async def _fitting(state: ServerState, chat: ChatBody, request_id: str) -> Conve
         middle = (low + high) // 2
         rest = [*messages[:first], *messages[starts[middle] :]]
         try:
-            fitting = await conversation_job(state, chat.model_copy(update={"messages": rest}), request_id)
+            fitting = await make(chat.model_copy(update={"messages": rest}))
             high = middle
         except ContextLengthExceeded as error:
             too_long, low = error, middle + 1

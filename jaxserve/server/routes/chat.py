@@ -16,7 +16,7 @@ router = APIRouter(route_class=JsonRoute, tags=["generation"])
 async def chat_completions(body: ChatBody, request: Request, state: State) -> Response:
     """Answer a conversation."""
     model = state.check_model(body.model)
-    work = await conversation_job(state, body, new_id("chatcmpl"))
+    work = await conversation_job(state, body, request_id=new_id("chatcmpl"), headers=request.headers)
     response = ChatResponse(work.client, work.job, body, model, state.timestamp(), form=work.form)
     headers = {"x-request-id": work.job.id}
     if body.stream:

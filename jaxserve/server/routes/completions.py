@@ -4,6 +4,7 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
+from jaxserve.core.request import TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.fim import FillInMiddle
@@ -41,7 +42,8 @@ async def completions(body: CompletionBody, request: Request, state: State) -> R
         params = [params_for(room=window - len(prompt.token_ids)) for prompt in prompts]
         for prompt, each in zip(prompts, params, strict=True):
             check_params(client.info, each, len(prompt.token_ids))
-    job = Job(new_id("cmpl"), prompts, params, body.priority, body.cache_salt or "")
+    trace = TraceContext("text_completion", request.headers)
+    job = Job(new_id("cmpl"), prompts, params, body.priority, body.cache_salt or "", trace)
     response = CompletionResponse(client, job, body, model, state.timestamp(), echoed=echoed)
     headers = {"x-request-id": job.id}
     if body.stream:

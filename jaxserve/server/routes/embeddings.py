@@ -7,7 +7,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
-from jaxserve.core.request import RequestOutput
+from jaxserve.core.request import RequestOutput, TraceContext
 from jaxserve.server.embedding import embed_all, embedding_usage
 from jaxserve.server.errors import rename_error_fields
 from jaxserve.server.generation import with_entries
@@ -33,7 +33,8 @@ async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Res
     with rename_error_fields({"prompt": "input"}):
         prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens, keep=keep, embed=True)
     request_id = new_id("embd")
-    outputs = await while_connected(request, embed_all(client, prompts, request_id, body.priority))
+    trace = TraceContext("embeddings", request.headers)
+    outputs = await while_connected(request, embed_all(client, prompts, request_id, body.priority, trace))
     response = {"object": "list", "model": model, "data": [], "usage": embedding_usage(prompts)}
     size = len(outputs) * client.info.hidden_size
     whole = await off_loop_if_large(size, _with_embeddings, response, outputs, body.encoding_format)

@@ -35,7 +35,7 @@ Client = Annotated[Owner, Depends(get_owner)]
 @with_body.post("/v1/responses", response_model=None)
 async def create(body: ResponsesBody, request: Request, state: State, owner: Client) -> Response:
     """Answer a conversation of items."""
-    response = await create_response(state, body, owner)
+    response = await create_response(state, body, owner, request.headers)
     headers = {"x-request-id": response.id}
     if body.background:
         response.start()

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
+from jaxserve.core.request import TraceContext
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.server.embedding import embed_all, embedding_usage, similarities
 from jaxserve.server.errors import rename_error_fields
@@ -68,7 +69,8 @@ async def _compared(
     client = state.client()
     left, right = [await _prompts(client, body, side) for side in sides]
     prompts = [*left, *right]
-    outputs = await while_connected(request, embed_all(client, prompts, answer["id"], body.priority))
+    trace = TraceContext("embeddings", request.headers)
+    outputs = await while_connected(request, embed_all(client, prompts, answer["id"], body.priority, trace))
 
     def write() -> bytes:
         scores = similarities(outputs[: len(left)], outputs[len(left) :])
