@@ -27,14 +27,16 @@ def call_head(source: Source, known: frozenset[str] | None = None) -> Parsing[He
     """Take a call such as {"name": "f", "arguments": {...}} up to its arguments, None if it is not valid.
 
     `known`: only objects with the name of one of these tools, with arguments and without fields that no call has are
-    calls; None: any with a name.
+    calls. None: any with a name are, but without arguments only if they have no such fields, which may be misspelled.
     """
     name = given = None
+    needs_arguments = known is not None
     follows = yield from source.literal("{")
     while follows:
         key = yield from _key(source)
         if key is None or (known is not None and key not in CALL_KEYS):
             return None
+        needs_arguments = needs_arguments or key not in CALL_KEYS
         first = yield from source.peek()
         if key in ARGUMENT_KEYS and first == "{" and name is not None:
             return Head(name)
@@ -50,7 +52,7 @@ def call_head(source: Source, known: frozenset[str] | None = None) -> Parsing[He
         yield from source.space()
         follows = yield from source.literal(",")
     ended = yield from source.comes("}")
-    if not ended or name is None or (known is not None and given is None):
+    if not ended or name is None or (needs_arguments and given is None):
         return None
     return Head(name, given or "{}")
 
