@@ -111,7 +111,8 @@ class ServerSettings:
         bool,
         Option(
             "HTTP server",
-            "Ignore fields of requests that the server does not know, instead of refusing the request.",
+            "Ignore fields of requests that the server does not know, and tools that it would have to run, instead of "
+            "refusing the request.",
         ),
     ] = False
     shutdown_timeout: Annotated[

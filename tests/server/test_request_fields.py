@@ -2,9 +2,11 @@
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.server.app import create_app
 from jaxserve.server.body import MAX_ITEMS
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.completions import CompletionBody
@@ -411,3 +413,24 @@ def test_embedding_dimensions_equal_to_the_models_are_accepted(http, fake):
     assert http.post(EMBEDDINGS, json={"input": "a", "dimensions": size}).status_code == 200
     error = refusal(http.post(EMBEDDINGS, json={"input": "a", "dimensions": size - 1}))
     assert (error["param"], error["value"], error["limit"]) == ("dimensions", size - 1, size)
+
+
+@pytest.mark.parametrize(
+    ("path", "own", "foreign"),
+    [
+        (CHAT, {"type": "function", "function": {"name": "f"}}, {"type": "web_search"}),
+        ("/v1/responses", {"type": "function", "name": "f"}, {"type": "web_search", "external_web_access": False}),
+        ("/v1/messages", {"name": "f", "input_schema": {}}, {"type": "web_search_20250305", "name": "web_search"}),
+    ],
+)
+def test_ignore_unknown_fields_leaves_out_tools_that_a_server_would_run(path, own, foreign):
+    body = {**BODIES[CHAT], "max_tokens": 4} if path != "/v1/responses" else {"input": "hi"}
+    engine = FakeClient()
+    with TestClient(create_app(engine, ServerSettings(ignore_unknown_fields=True))) as http:
+        answer = http.post(path, json=body | {"tools": [own, foreign]})
+    assert answer.status_code == 200, answer.text
+    prompt = engine.tokenizer.decode(engine.seen[-1][0].token_ids)
+    assert '"name": "f"' in prompt
+    assert "web_search" not in prompt
+    with TestClient(create_app(FakeClient(), ServerSettings())) as http:
+        assert http.post(path, json=body | {"tools": [own, foreign]}).status_code == 400

@@ -55,6 +55,16 @@ class Body(BaseModel):
         """Remember whether the server ignores unknown fields, which it passes as pydantic's validation context."""
         self._ignores_unknown = bool(context and context.get(IGNORE_UNKNOWN))
 
+    def _leave_out_server_tools(self, kinds: Collection[str | None]) -> None:
+        """Drop and log tools of other types than `kinds`, those that a server runs, if unknown fields are ignored."""
+        tools = getattr(self, "tools", None)
+        if not self._ignores_unknown or not tools:
+            return
+        kept = [tool for tool in tools if tool.get("type") in kinds]
+        if len(kept) < len(tools):
+            logger.info("left out %d tools that the client does not run itself", len(tools) - len(kept))
+            self.tools = kept
+
     def check_extra(
         self,
         table: Mapping[str, Unsupported] = UNSUPPORTED,

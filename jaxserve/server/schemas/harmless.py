@@ -52,6 +52,11 @@ HARMLESS_BY_REASON: Mapping[str, tuple[str, ...]] = {
 
 HARMLESS = frozenset(name for names in HARMLESS_BY_REASON.values() for name in names)
 
+HARMLESS_IN_MESSAGES_API = HARMLESS | {
+    "context_management", "diagnostics", "inference_geo", "speed", "fallbacks", "fallback_credit_token",
+    "billing_policy", "user_profile_id", "workspace_id", "anthropic_beta",
+}  # fmt: skip
+
 HARMLESS_IN_MESSAGES = frozenset(
     {
         "id", "message_id", "parent_id", "type", "index", "status", "model", "metadata", "timestamp", "created",

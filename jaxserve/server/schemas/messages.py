@@ -10,6 +10,7 @@ from jaxserve.server.messages_errors import ThreadUnsupported
 from jaxserve.server.schemas.body import Body
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.common import PRIORITY_BOUND
+from jaxserve.server.schemas.harmless import HARMLESS_IN_MESSAGES_API
 from jaxserve.server.schemas.message_blocks import Content, Message, chat_messages
 from jaxserve.server.schemas.unsupported import Unsupported
 
@@ -28,26 +29,6 @@ UNSUPPORTED_IN_MESSAGES_API: Mapping[str, Unsupported] = {
     "container": Unsupported(": this server runs no code"),
     "compaction": Unsupported(": the client must shorten the conversation itself"),
 }
-
-
-class HarmlessFields(Body):
-    """Fields of Anthropic's API that change no answer here: about accounts, prices, caches and the context's size."""
-
-    metadata: Any = None
-    service_tier: Any = None
-    cache_control: Any = None  # the prefix cache is automatic
-    context_management: Any = None  # edits that keep a conversation short
-    diagnostics: Any = None
-    inference_geo: Any = None
-    speed: Any = None
-    fallbacks: Any = None
-    fallback_credit_token: Any = None
-    billing_policy: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
-    betas: Any = None
-    anthropic_beta: Any = None
-    anthropic_version: Any = None
 
 
 class Thinking(Body):
@@ -99,7 +80,7 @@ class MessageAsChat(ChatBody):
     clamps_max_tokens: ClassVar[bool] = True
 
 
-class PromptBody(HarmlessFields):
+class PromptBody(Body):
     """The fields of which a prompt is made, as /v1/messages/count_tokens takes them."""
 
     model: str | None = None
@@ -113,6 +94,11 @@ class PromptBody(HarmlessFields):
     thread: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def model_post_init(self, context: Any, /) -> None:
+        """Drop tools that the client does not run itself, if the server ignores what it does not know."""
+        super().model_post_init(context)
+        self._leave_out_server_tools(("custom", None))
+
     @property
     def size(self) -> int:
         """Roughly the cost of `chat`, in the unit of `off_loop_if_large`."""
@@ -125,7 +111,7 @@ class PromptBody(HarmlessFields):
         `reasons`: the model does so; for other models any limit on reasoning holds. `late_system`: its chat template
         takes system messages that follow others.
         """
-        self.check_extra(UNSUPPORTED_IN_MESSAGES_API)
+        self.check_extra(UNSUPPORTED_IN_MESSAGES_API, HARMLESS_IN_MESSAGES_API)
         if self.thread is not None:
             raise ThreadUnsupported("thread is not supported: send the whole conversation", field="thread")
         messages = chat_messages(self.system, self.messages, late_system=late_system)

@@ -13,7 +13,7 @@ from jaxserve.server.schemas.body import Body, expecting
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.common import PRIORITY_BOUND
 from jaxserve.server.schemas.response_items import Item, messages_of
-from jaxserve.server.schemas.response_tools import ClientTool, chat_tool_choice, client_tools
+from jaxserve.server.schemas.response_tools import KINDS, ClientTool, chat_tool_choice, client_tools
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_RESPONSES, check_unsupported
 
 LOGPROBS = "message.output_text.logprobs"
@@ -157,6 +157,11 @@ class ResponsesBody(Body):
     thinking_token_budget: Annotated[int | None, Field(ge=0)] = None
     priority: Annotated[int, Field(ge=-PRIORITY_BOUND, lt=PRIORITY_BOUND)] = 0
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Drop tools that the client does not run itself, if the server ignores what it does not know."""
+        super().model_post_init(context)
+        self._leave_out_server_tools(KINDS)
 
     def check(self) -> None:
         """Raise RequestError if fields contradict each other or are not supported."""

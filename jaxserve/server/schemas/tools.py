@@ -22,6 +22,11 @@ class ToolsBody(Body):
     tool_choice: Annotated[str | dict[str, Any] | None, expecting("a string or an object")] = None
     parallel_tool_calls: bool = True
 
+    def model_post_init(self, context: Any, /) -> None:
+        """Drop tools that the client does not run itself, if the server ignores what it does not know."""
+        super().model_post_init(context)
+        self._leave_out_server_tools(("function", None))
+
     def tool_use(self) -> ToolUse | None:
         """Return the tools that the answer may call and how, None if it may call none.
 
