@@ -197,6 +197,21 @@ def test_text_beside_strict_tools_has_no_calls_that_are_not_held_to_schemas(
     assert matcher.error
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "seed_oss"])
+def test_a_string_in_tags_ends_at_the_first_end_tag(
+    name: str, tokenizer: Tokenizer, compiler: LLGrammarCompiler
+) -> None:
+    tool = Tool("f", _object({"text": {"type": "string"}, "end": {"const": "!"}}, ["text", "end"]))
+    grammar = tool_grammar(FORMS[name], ToolUse((tool,), required=True), {})
+    tag = FORMS[name].value_tags[1]  # type: ignore[attr-defined]
+    for text, allowed in (("a<b></b> 'c'", True), (f"a{tag}b", False)):
+        matcher = compiler.compile(StructuredOutput(grammar=grammar)).start()
+        written = WRITERS[name]([("f", {"text": text, "end": "!"})])
+        for token in tokenizer.encode(written, add_special_tokens=False):
+            matcher.accept(token)
+        assert (not matcher.error) == allowed
+
+
 @every_format
 def test_text_beside_calls_may_have_a_grammar_of_its_own(
     name: str, tokenizer: Tokenizer, compiler: LLGrammarCompiler
