@@ -14,22 +14,23 @@ from jaxserve.parsing.tools import ToolUse
 class AnswerFormat:
     """What the answers to one request consist of besides text.
 
-    `section`: the reasoning with which they begin; None if there is none or if it stays in the text. `tools` and
-    `form`: the tools that they may call, and how calls are written.
+    `section`: the reasoning with which they begin; None if there is none or if it stays in the text. `form` and `use`:
+    how calls are written, and the tools that they may call. `calls_before`: the number of calls in the conversation.
     """
 
     section: ReasoningSection | None = None
     form: ToolFormat | None = None
     use: ToolUse | None = None
+    calls_before: int = 0
 
     def parser(self) -> Incremental:
         """Return a parser for one answer."""
         source = Source()
         return Incremental(source, self._parse(source))
 
-    def new_call_id(self, name: str = "", index: int = 0) -> str:
-        """Return a new id for a call (`ToolFormat.new_call_id`)."""
-        return "" if self.form is None else self.form.new_call_id(name, index)
+    def new_call_id(self, name: str, index: int) -> str:
+        """Return a new id for the call with this index in an answer (`ToolFormat.new_call_id`)."""
+        return "" if self.form is None else self.form.new_call_id(name, self.calls_before + index)
 
     def _parse(self, source: Source) -> Parsing[None]:
         if self.section is not None:

@@ -52,7 +52,8 @@ class AnswerFormats:
         if self.reasoning is not None:
             opening = body.opening()
             section = self.reasoning.after(prompt) if opening is None else self.reasoning.inside(opening)
-        return AnswerFormat(section, self.tools if use else None, use)
+        calls = sum(len(message.tool_calls or ()) for message in body.messages)
+        return AnswerFormat(section, self.tools if use else None, use, calls_before=calls)
 
     def structured(self, form: AnswerFormat, asked: StructuredOutput | None) -> StructuredOutput | None:
         """Return what the answer must be so that its calls are valid and its text is what the client `asked` for.

@@ -56,9 +56,10 @@ class ContentBlocks:
                     yield self._delta("thinking_delta", thinking=text)
             case CallBegun(name):
                 yield from self._end()
+                call_id = self._form.new_call_id(name, self.num_calls)
                 self.num_calls += 1
                 self._held = None if self._valid or name in self._eager_tools else []
-                yield from self._continue("tool_use", id=self._form.new_call_id(), name=name, input={})
+                yield from self._continue("tool_use", id=call_id, name=name, input={})
             case ArgumentsDelta(text):
                 if self._held is not None:
                     self._held.append(text)

@@ -375,3 +375,12 @@ def test_continued_answer_may_begin_inside_its_reasoning():
     fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     message = whole(http, **fields)["message"]
     assert (message["reasoning_content"], message["content"]) == ("still", "answer")
+
+
+def test_ids_of_kimi_count_the_calls_of_the_conversation():
+    call = "<|tool_call_begin|>functions.weather:9<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    http, _ = http_of(f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>", tool_parser="kimi_k2")
+    earlier = {"id": "functions.weather:0", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages = [*ASK, {"role": "assistant", "tool_calls": [earlier]}, {"role": "tool", "content": "5"}]
+    calls = whole(http, messages=messages, tools=[WEATHER])["message"]["tool_calls"]
+    assert [each["id"] for each in calls] == ["functions.weather:1", "functions.weather:2"]

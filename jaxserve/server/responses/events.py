@@ -156,7 +156,8 @@ class ResponseEvents:
         return [*self._close("completed"), *self._open(part)]
 
     def _open(self, part: Part) -> list[Json]:
-        call_id = self._form.new_call_id() if isinstance(part, Call) else ""
+        index = len(self._message.calls) - 1
+        call_id = self._form.new_call_id(part.name, index) if isinstance(part, Call) else ""
         item = OutputItem(part, self._shown, call_id)
         self._items.append(item)
         events = [self._event("response.output_item.added", **self._place, item=item.as_dict(empty=True))]
