@@ -19,8 +19,8 @@ from jaxserve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from jaxserve.engine.client import EngineClient
-    from jaxserve.server.batch import Progress
-    from jaxserve.server.batch_files import Batch
+    from jaxserve.server.batch.files import Batch
+    from jaxserve.server.batch.run import Progress
 
 SERVER_FIELDS = ("served_model_names", "max_body_mb", "max_prompts", "clamp_max_tokens")
 LINE_OVERHEAD_BYTES = 64 * 1024  # of a line, besides the body
@@ -48,8 +48,8 @@ def run_batch(
 ) -> None:
     """Answer a file of requests without a server, and continue where an earlier run has ended."""
     from jaxserve.engine.model_tokenizer import check_serves_text
-    from jaxserve.server.batch import Progress
-    from jaxserve.server.batch_files import open_batch
+    from jaxserve.server.batch.files import open_batch
+    from jaxserve.server.batch.run import Progress
     from jaxserve.server.options import read_config, resolve
 
     if folder is not None and "model" in engine:
@@ -96,7 +96,7 @@ async def _answer(
     on_progress: Callable[[], None],
 ) -> None:
     from jaxserve.server.app import create_app
-    from jaxserve.server.batch import run_batch
+    from jaxserve.server.batch.run import run_batch
 
     try:
         await run_batch(create_app(client, settings), batch, progress, on_progress)

@@ -5,9 +5,9 @@ from starlette.middleware.cors import CORSMiddleware
 
 from jaxserve.engine.client import EngineClient
 from jaxserve.server.errors import install_handlers
+from jaxserve.server.http.middleware import AdminGuard, ApiKeyGuard, BodyLimit
+from jaxserve.server.http.normalize import HeadAsGet, RequestId, TidyPath
 from jaxserve.server.load import InFlight
-from jaxserve.server.middleware import AdminGuard, ApiKeyGuard, BodyLimit
-from jaxserve.server.normalize import HeadAsGet, RequestId, TidyPath
 from jaxserve.server.routes import (
     admin,
     chat,

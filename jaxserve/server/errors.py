@@ -27,8 +27,8 @@ from jaxserve.core.errors import (
     QueueFull,
     RequestError,
 )
-from jaxserve.server.auth import is_for_operators
-from jaxserve.server.messages_errors import is_messages_path, messages_error, new_request_id
+from jaxserve.server.http.auth import is_for_operators
+from jaxserve.server.messages.errors import is_messages_path, messages_error, new_request_id
 from jaxserve.server.unknown_paths import hint
 
 logger = logging.getLogger(__name__)

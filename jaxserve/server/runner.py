@@ -22,9 +22,9 @@ from fastapi import FastAPI
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.client import EngineClient
-from jaxserve.server import open_files
 from jaxserve.server.app import create_app
-from jaxserve.server.connections import Connections, HttpProtocol, HttpServer
+from jaxserve.server.http import open_files
+from jaxserve.server.http.connections import Connections, HttpProtocol, HttpServer
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 

@@ -10,7 +10,7 @@ from fastapi import Depends, Request
 
 from jaxserve.core.errors import EngineStopped, RequestError
 from jaxserve.engine.client import ControlClient, EngineClient
-from jaxserve.server.answer_formats import AnswerFormats
+from jaxserve.server.answers.answer_formats import AnswerFormats
 from jaxserve.server.responses.store import ResponseStore
 from jaxserve.server.settings import MEBIBYTE, ServerSettings
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jaxserve.engine.client import EngineClient
 from jaxserve.server.app import create_app
-from jaxserve.server.connections import HttpServer
+from jaxserve.server.http.connections import HttpServer
 from jaxserve.server.runner import bind, server_config
 from jaxserve.server.settings import ServerSettings
 

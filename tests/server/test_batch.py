@@ -10,8 +10,8 @@ import pytest
 
 from jaxserve.core.errors import ConfigError, EngineFailed, NonFiniteOutput
 from jaxserve.server.app import create_app
-from jaxserve.server.batch import URLS, Progress, Window, run_batch
-from jaxserve.server.batch_files import AnswersFile, open_batch
+from jaxserve.server.batch.files import AnswersFile, open_batch
+from jaxserve.server.batch.run import URLS, Progress, Window, run_batch
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
 

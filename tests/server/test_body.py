@@ -9,11 +9,11 @@ from pydantic_core import from_json
 from starlette.testclient import TestClient
 
 from jaxserve.core.errors import RequestError
-from jaxserve.server import body as body_module, offload
+from jaxserve.server.answers.generation import GenerationResponse
 from jaxserve.server.app import create_app
-from jaxserve.server.body import MAX_ITEMS, count_items, parse_body
-from jaxserve.server.generation import GenerationResponse
-from jaxserve.server.offload import off_loop
+from jaxserve.server.http import body as body_module, offload
+from jaxserve.server.http.body import MAX_ITEMS, count_items, parse_body
+from jaxserve.server.http.offload import off_loop
 from jaxserve.server.routes import embeddings, json_route
 from jaxserve.server.routes.json_route import MAX_INLINE_BODY
 from jaxserve.server.settings import ServerSettings

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from starlette.exceptions import HTTPException
 
-from jaxserve.server import body_memory
-from jaxserve.server.body_memory import SMALL_BODY_BYTES, BodyMemory, HeldBody
+from jaxserve.server.http import body_memory
+from jaxserve.server.http.body_memory import SMALL_BODY_BYTES, BodyMemory, HeldBody
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
 from tests.server.serving import serving

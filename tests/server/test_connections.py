@@ -13,8 +13,8 @@ import time
 import httpx
 import pytest
 
-from jaxserve.server import connections, open_files
-from jaxserve.server.connections import Connections
+from jaxserve.server.http import connections, open_files
+from jaxserve.server.http.connections import Connections
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
 from tests.server.serving import raw_request, serving

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve.core.request import Logprob
-from jaxserve.server.logprobs import Offsets, format_completion_logprobs, token_writer
+from jaxserve.server.answers.logprobs import Offsets, format_completion_logprobs, token_writer
 from tests.server.fake import byte_tokenizer
 
 TEXTS = {1: "a", 2: "a", 3: "b", 4: "a"}

@@ -7,7 +7,7 @@ from starlette.testclient import TestClient
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.server.app import create_app
-from jaxserve.server.body import MAX_ITEMS
+from jaxserve.server.http.body import MAX_ITEMS
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.completions import CompletionBody
 from jaxserve.server.schemas.harmless import HARMLESS, HARMLESS_IN_MESSAGES, HARMLESS_IN_PARTS

@@ -12,8 +12,8 @@ from jaxserve.parsing.formats.hermes import Hermes
 from jaxserve.parsing.parser import AnswerFormat
 from jaxserve.parsing.reasoning import ReasoningFormat, ReasoningSection
 from jaxserve.parsing.tools import Tool, ToolUse
-from jaxserve.server.conversation import ConversationJob
-from jaxserve.server.generation import Job
+from jaxserve.server.answers.conversation import ConversationJob
+from jaxserve.server.answers.generation import Job
 from jaxserve.server.responses.events import ResponseEvents
 from jaxserve.server.responses.items import Shown
 from tests.server.answering import answering, call

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from jaxserve.core.errors import EngineStopped, QueueFull
+from jaxserve.server.http.streaming import DONE, PING, EventStream, event
 from jaxserve.server.settings import ServerSettings
-from jaxserve.server.streaming import DONE, PING, EventStream, event
 from tests.server.fake import FakeClient
 from tests.server.serving import serving
 

@@ -7,8 +7,8 @@ from functools import partial
 from pydantic_core import from_json
 
 from jaxserve.core.errors import ContextLengthExceeded, RequestError
-from jaxserve.server.conversation import ConversationJob, conversation_job
-from jaxserve.server.offload import off_loop_if_large
+from jaxserve.server.answers.conversation import ConversationJob, conversation_job
+from jaxserve.server.http.offload import off_loop_if_large
 from jaxserve.server.responses.events import ResponseEvents
 from jaxserve.server.responses.items import Shown
 from jaxserve.server.responses.running import RunningResponse

@@ -7,9 +7,9 @@ from typing import Any
 from jaxserve.core.errors import QueueFull, RequestError
 from jaxserve.core.request import CompletionOutput, TokenLogprobs
 from jaxserve.parsing.events import Call, CallBegun, Event, ParsedMessage, Part, Reasoning, ReasoningDelta, TextDelta
-from jaxserve.server.conversation import ConversationJob
+from jaxserve.server.answers.conversation import ConversationJob
+from jaxserve.server.answers.logprobs import format_chat_logprobs
 from jaxserve.server.errors import response_parts
-from jaxserve.server.logprobs import format_chat_logprobs
 from jaxserve.server.responses.items import Json, OutputItem, Shown
 from jaxserve.server.responses.tokens import ReasoningTokens, TextLogprobs, TokenTexts
 

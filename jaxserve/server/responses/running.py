@@ -9,12 +9,12 @@ from pydantic_core import to_json
 
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import RequestOutput
-from jaxserve.server.conversation import ConversationJob
-from jaxserve.server.offload import off_loop_if_large
+from jaxserve.server.answers.conversation import ConversationJob
+from jaxserve.server.http.offload import off_loop_if_large
+from jaxserve.server.http.streaming import named_event
 from jaxserve.server.responses.events import ResponseEvents
 from jaxserve.server.responses.items import Json
 from jaxserve.server.responses.store import ResponseStore, StoredResponse
-from jaxserve.server.streaming import named_event
 
 logger = logging.getLogger(__name__)
 

@@ -2,12 +2,12 @@
 
 from fastapi import APIRouter, Request, Response
 
-from jaxserve.server.chat import ChatResponse
-from jaxserve.server.conversation import conversation_job
+from jaxserve.server.answers.chat import ChatResponse
+from jaxserve.server.answers.conversation import conversation_job
+from jaxserve.server.http.streaming import EventStream, while_connected
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.state import State, new_id
-from jaxserve.server.streaming import EventStream, while_connected
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
 

@@ -9,16 +9,16 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.fim import FillInMiddle
 from jaxserve.engine.limits import cap_max_tokens, check_params
-from jaxserve.server.completion import CompletionResponse
+from jaxserve.server.answers.completion import CompletionResponse
+from jaxserve.server.answers.generation import Job
+from jaxserve.server.answers.prompts import fim_prompts, tokens_prompts
 from jaxserve.server.errors import rename_error_fields
-from jaxserve.server.generation import Job
-from jaxserve.server.prompts import fim_prompts, tokens_prompts
+from jaxserve.server.http.streaming import EventStream, while_connected
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.common import answer_tokens, prompt_tokens_to_keep
 from jaxserve.server.schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from jaxserve.server.schemas.prompts import parse_prompts
 from jaxserve.server.state import State, new_id
-from jaxserve.server.streaming import EventStream, while_connected
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
 

@@ -10,9 +10,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse
 
 from jaxserve.server import dashboard as assets
-from jaxserve.server.auth import DASHBOARD, DASHBOARD_EVENTS
+from jaxserve.server.http.auth import DASHBOARD, DASHBOARD_EVENTS
+from jaxserve.server.http.streaming import EventStream
 from jaxserve.server.state import Phase, ServerState, State
-from jaxserve.server.streaming import EventStream
 
 router = APIRouter(include_in_schema=False)
 

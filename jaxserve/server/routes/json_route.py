@@ -8,8 +8,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from jaxserve.server.body import parse_body
-from jaxserve.server.offload import off_loop
+from jaxserve.server.http.body import parse_body
+from jaxserve.server.http.offload import off_loop
 from jaxserve.server.schemas.body import IGNORE_UNKNOWN
 
 # Parsing up to this many bytes costs less than handing them to another thread.

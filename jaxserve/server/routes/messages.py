@@ -6,17 +6,17 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from jaxserve.server.conversation import conversation_job
+from jaxserve.server.answers.conversation import conversation_job
+from jaxserve.server.answers.prompts import encode, render
 from jaxserve.server.errors import json_response, rename_error_fields, response_parts
-from jaxserve.server.messages import MessageResponse
-from jaxserve.server.messages_errors import MESSAGES, announcing_long_prompts, messages_error, new_request_id
-from jaxserve.server.offload import off_loop_if_large
-from jaxserve.server.prompts import encode, render
+from jaxserve.server.http.offload import off_loop_if_large
+from jaxserve.server.http.streaming import EventStream, StreamFormat, named_event, while_connected
+from jaxserve.server.messages.errors import MESSAGES, announcing_long_prompts, messages_error, new_request_id
+from jaxserve.server.messages.response import MessageResponse
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.messages import MessagesBody, PromptBody
 from jaxserve.server.state import ServerState, State
-from jaxserve.server.streaming import EventStream, StreamFormat, named_event, while_connected
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
 PING = named_event({"type": "ping"})

@@ -6,15 +6,15 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic_core import from_json
 
 from jaxserve.core.errors import RequestError
-from jaxserve.server.auth import key_number
+from jaxserve.server.answers.prompts import encode, render
 from jaxserve.server.errors import json_response
-from jaxserve.server.prompts import encode, render
+from jaxserve.server.http.auth import key_number
+from jaxserve.server.http.streaming import EventStream, StreamFormat, named_event, while_connected
 from jaxserve.server.responses.creation import begin_turn, create_response
 from jaxserve.server.responses.store import Owner, StoredResponse
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.responses import ResponsesBody, responses_names
 from jaxserve.server.state import State
-from jaxserve.server.streaming import EventStream, StreamFormat, named_event, while_connected
 
 router = APIRouter(tags=["generation"])
 with_body = APIRouter(route_class=JsonRoute, tags=["generation"])

@@ -9,17 +9,17 @@ from pydantic_core import to_json
 
 from jaxserve.core.request import TraceContext
 from jaxserve.engine.client import EngineClient, TokensPrompt
-from jaxserve.server.embedding import embed_all, embedding_usage, similarities
+from jaxserve.server.answers.embedding import embed_all, embedding_usage, similarities
+from jaxserve.server.answers.prompts import tokens_prompts
 from jaxserve.server.errors import rename_error_fields
-from jaxserve.server.offload import off_loop_if_large
-from jaxserve.server.prompts import tokens_prompts
+from jaxserve.server.http.offload import off_loop_if_large
+from jaxserve.server.http.streaming import while_connected
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.common import prompt_tokens_to_keep
 from jaxserve.server.schemas.other import EmbeddedBody
 from jaxserve.server.schemas.prompts import parse_prompts
 from jaxserve.server.schemas.scoring import Document, RerankBody, ScoreBody, Side, texts_of
 from jaxserve.server.state import ServerState, State, new_id
-from jaxserve.server.streaming import while_connected
 
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 

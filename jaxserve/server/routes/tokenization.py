@@ -4,9 +4,9 @@ from fastapi import APIRouter, Response
 
 from jaxserve.core.errors import RequestError
 from jaxserve.engine.client import EngineClient
+from jaxserve.server.answers.prompts import encode, render
 from jaxserve.server.errors import json_response, rename_error_fields
-from jaxserve.server.offload import off_loop_if_large
-from jaxserve.server.prompts import encode, render
+from jaxserve.server.http.offload import off_loop_if_large
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.other import DetokenizeBody, TokenizeBody
 from jaxserve.server.state import State

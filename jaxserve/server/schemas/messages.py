@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import FailFast, Field
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
-from jaxserve.server.messages_errors import ThreadUnsupported
+from jaxserve.server.messages.errors import ThreadUnsupported
 from jaxserve.server.schemas.body import Body
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.common import PRIORITY_BOUND

@@ -6,11 +6,11 @@ from urllib.parse import urlsplit
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.server.auth import has_key, is_for_operators, is_public
-from jaxserve.server.body import ENCODINGS, body_too_large, decompress
-from jaxserve.server.body_memory import BodyMemory, HeldBody
 from jaxserve.server.errors import ErrorResponse, envelope, json_response
-from jaxserve.server.offload import off_loop
+from jaxserve.server.http.auth import has_key, is_for_operators, is_public
+from jaxserve.server.http.body import ENCODINGS, body_too_large, decompress
+from jaxserve.server.http.body_memory import BodyMemory, HeldBody
+from jaxserve.server.http.offload import off_loop
 from jaxserve.server.settings import ServerSettings, is_loopback
 
 # For responses that are sent before the body has been read.

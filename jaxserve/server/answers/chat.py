@@ -8,8 +8,8 @@ from jaxserve.core.request import CompletionOutput, TokenLogprobs
 from jaxserve.parsing.events import ArgumentsDelta, CallBegun, Event, ParsedMessage, ReasoningDelta, TextDelta
 from jaxserve.parsing.parser import AnswerFormat
 from jaxserve.parsing.source import Incremental
-from jaxserve.server.generation import GeneratedAnswer, GenerationResponse, PromptResult
-from jaxserve.server.logprobs import format_chat_logprobs, format_prompt_logprobs
+from jaxserve.server.answers.generation import GeneratedAnswer, GenerationResponse, PromptResult
+from jaxserve.server.answers.logprobs import format_chat_logprobs, format_prompt_logprobs
 from jaxserve.server.schemas.chat import ChatBody
 
 

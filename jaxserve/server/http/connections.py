@@ -22,8 +22,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxserve.server.auth import PROBES
 from jaxserve.server.errors import MAX_VALUE_LENGTH, ErrorResponse, response_parts
+from jaxserve.server.http.auth import PROBES
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxserve.core.request import RequestOutput, TraceContext
 from jaxserve.engine.client import EngineClient, TokensPrompt
-from jaxserve.server.generation import queue_batches
+from jaxserve.server.answers.generation import queue_batches
 
 
 async def embed_all(

@@ -10,7 +10,7 @@ from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.fim import FillInMiddle
 from jaxserve.engine.limits import check_prompt, context_length
 from jaxserve.server.errors import rename_error_fields
-from jaxserve.server.offload import MAX_INLINE_SIZE, off_loop_if_large
+from jaxserve.server.http.offload import MAX_INLINE_SIZE, off_loop_if_large
 from jaxserve.server.schemas.chat import Conversation
 
 TokenIds = Sequence[int]

@@ -12,9 +12,9 @@ from pydantic_core import from_json, to_json
 
 from jaxserve.engine.client import EngineClient
 from jaxserve.server.app import JSON_ROUTES
-from jaxserve.server.batch_files import AnswersFile, Batch, Line, digest
+from jaxserve.server.batch.files import AnswersFile, Batch, Line, digest
 from jaxserve.server.errors import response_parts
-from jaxserve.server.offload import off_loop_if_large
+from jaxserve.server.http.offload import off_loop_if_large
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs
-from jaxserve.server.generation import GeneratedAnswer, GenerationResponse, PromptLogprobs, PromptResult, Usage
-from jaxserve.server.logprobs import (
+from jaxserve.server.answers.generation import GeneratedAnswer, GenerationResponse, PromptLogprobs, PromptResult, Usage
+from jaxserve.server.answers.logprobs import (
     Offsets,
     format_completion_logprobs,
     format_prompt_logprobs,

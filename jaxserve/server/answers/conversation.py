@@ -8,10 +8,10 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.limits import cap_max_tokens, check_params
 from jaxserve.parsing import AnswerFormat
+from jaxserve.server.answers.generation import Job
+from jaxserve.server.answers.prompts import render, tokens_prompts
 from jaxserve.server.errors import rename_error_fields
-from jaxserve.server.generation import Job
-from jaxserve.server.offload import off_loop
-from jaxserve.server.prompts import render, tokens_prompts
+from jaxserve.server.http.offload import off_loop
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.common import answer_tokens, prompt_tokens_to_keep
 from jaxserve.server.state import ServerState

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs, TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient, ModelInfo, TokensPrompt
-from jaxserve.server.offload import MAX_INLINE_SIZE, off_loop, off_loop_if_large
+from jaxserve.server.http.offload import MAX_INLINE_SIZE, off_loop, off_loop_if_large
 from jaxserve.server.schemas.common import SamplingBody
 
 Delta = tuple[int, RequestOutput]  # index of the prompt, and its new output

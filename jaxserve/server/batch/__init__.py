@@ -1,0 +1,1 @@
+"""Files of requests, which `jaxserve run-batch` answers without a server."""

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: content blocks and events of an answer, and its form of errors."""
