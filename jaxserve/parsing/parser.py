@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from jaxserve.parsing.events import CallBegun, TextDelta
 from jaxserve.parsing.formats.base import ToolFormat
 from jaxserve.parsing.reasoning import ReasoningSection, reasoning
-from jaxserve.parsing.source import Incremental, Parsing, Source
+from jaxserve.parsing.source import Incremental, Parsing, PlainText, Source
 from jaxserve.parsing.text_output import without_separators
 from jaxserve.parsing.tools import ToolUse
+
+Parser = Incremental | PlainText
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,10 @@ class AnswerFormat:
     use: ToolUse | None = None
     calls_before: int = 0
 
-    def parser(self) -> Incremental:
+    def parser(self) -> Parser:
         """Return a parser for one answer."""
+        if self.section is None and self.use is None:
+            return PlainText()
         source = Source()
         return Incremental(source, self._parse(source))
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import TypeVar
 
-from jaxserve.parsing.events import CallBegun, Event
+from jaxserve.parsing.events import CallBegun, Event, TextDelta
 
 T = TypeVar("T")
 SPACE = re.compile(r"\s+")
@@ -162,6 +162,18 @@ class Incremental:
                 break
             events.append(event)
         return list(_joined(events))
+
+
+class PlainText:
+    """The parser of answers that are nothing but text. Nearly all tokens of a server pass through it."""
+
+    def push(self, text: str) -> list[Event]:
+        """Return the text as an event."""
+        return [TextDelta(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        """Return no event: nothing has been held back."""
+        return []
 
 
 def _joined(events: list[Event]) -> Iterator[Event]:

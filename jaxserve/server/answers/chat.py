@@ -6,8 +6,7 @@ from typing import Any
 
 from jaxserve.core.request import CompletionOutput, TokenLogprobs
 from jaxserve.parsing.events import ArgumentsDelta, CallBegun, Event, ParsedMessage, ReasoningDelta, TextDelta
-from jaxserve.parsing.parser import AnswerFormat
-from jaxserve.parsing.source import Incremental
+from jaxserve.parsing.parser import AnswerFormat, Parser
 from jaxserve.server.answers.generation import GeneratedAnswer, GenerationResponse, PromptResult
 from jaxserve.server.answers.logprobs import format_chat_logprobs, format_prompt_logprobs
 from jaxserve.server.schemas.chat import ChatBody
@@ -17,7 +16,7 @@ from jaxserve.server.schemas.chat import ChatBody
 class _Answer:
     """One of the n answers of a stream, as far as it has been sent."""
 
-    parser: Incremental
+    parser: Parser
     calls: int = 0
 
 
