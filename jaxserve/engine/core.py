@@ -11,17 +11,17 @@ import numpy as np
 
 from jaxserve.control.costs import InstanceCost
 from jaxserve.core.errors import JaxserveError, NonFiniteOutput, QueueFull, RequestError
-from jaxserve.core.request import FinishReason, Logprob, Request, RequestOutput, Sequence, SequenceStatus, TokenLogprobs
+from jaxserve.core.request import FinishReason, Request, RequestOutput, Sequence, SequenceStatus
 from jaxserve.core.step_load import Loads
 from jaxserve.core.structured import Matcher
 from jaxserve.core.work import Chunk, StepOutput, Work
+from jaxserve.engine.admission import check_request, check_room, make_sequences
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.counters import EngineCounters
-from jaxserve.engine.limits import check_params, check_prompt
-from jaxserve.engine.matchers import accepts, matchers_of, no_token, nothing_allowed
-from jaxserve.engine.outputs import RequestState
+from jaxserve.engine.matchers import accepts, no_token, nothing_allowed
+from jaxserve.engine.outputs import RequestState, logprobs_entry
 from jaxserve.engine.step_times import StepTimes
-from jaxserve.engine.text import StopStrings, append_text, flush_text
+from jaxserve.engine.text import check_end, flush_text
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.scheduler import Scheduler
 from jaxserve.telemetry import EngineMetrics, Snapshot
@@ -86,17 +86,34 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Accept a request. Raise `RequestError` or `QueueFull`, without any change, if it is refused."""
         try:
-            self._check(request)
+            check_request(request, self.info, self.tokenizer)
+            self._check_id(request.id)
+            check_room(request, self.scheduler, self.info)
         except QueueFull:
             self.metrics.rejected("queue_full")
             raise
         except RequestError:
             self.metrics.rejected("invalid")
             raise
-        sequences = self._sequences(request)
+        seed = request.params.seed
+        sequences = make_sequences(
+            request,
+            self.info,
+            self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            seed=int(self._seeds.integers(2**63)) if seed is None else seed,
+            salt=self._salt_of(request),
+        )
         self._requests[request.id] = RequestState(request, sequences)
         for sequence in sequences:
             self.scheduler.add(sequence)
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is already in flight", field="request_id", value=request_id)
+
+    def _salt_of(self, request: Request) -> str:
+        return f"{self.salt}|{request.salt}"
 
     def has_room(self, request: Request) -> bool:
         """Return whether the queue has room. An empty queue has room for every request: `add` refuses one too large."""
@@ -213,80 +230,6 @@ class EngineCore:
         self.scheduler.repeat(1)
         self._counters.steps += 1
 
-    # -- admission
-
-    def _check(self, request: Request) -> None:
-        params, prompt = request.params, request.prompt_token_ids
-        check_prompt(self.info, prompt, embed=request.embed)
-        if request.id in self._requests:
-            raise RequestError(f"request id {request.id!r} is already in flight", field="request_id", value=request.id)
-        if not request.embed:
-            check_params(self.info, params, len(prompt))
-            for name, value in (("stop", params.stop_strings), ("bad_words", params.bad_words)):
-                if value and self.tokenizer is None:
-                    raise RequestError(f"{name} is text, but the model has no tokenizer", field=name)
-        scheduler, info = self.scheduler, self.info
-        if scheduler.num_waiting + params.n > info.max_queued_requests:
-            raise QueueFull(
-                f"{scheduler.num_waiting} sequences are waiting, the limit is {info.max_queued_requests} "
-                "(max_queued_requests)",
-                value=scheduler.num_waiting,
-                limit=info.max_queued_requests,
-            )
-        tokens = len(prompt) * params.n
-        if scheduler.num_waiting and scheduler.waiting_tokens + tokens > info.max_queued_tokens:
-            raise QueueFull(
-                f"{scheduler.waiting_tokens} prompt tokens are waiting, {tokens} more would exceed the limit of "
-                f"{info.max_queued_tokens} (max_queued_tokens)",
-                value=scheduler.waiting_tokens + tokens,
-                limit=info.max_queued_tokens,
-            )
-
-    def _sequences(self, request: Request) -> list[Sequence]:
-        params = request.params
-        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
-        limit = self.info.max_model_len
-        wanted = limit if params.max_tokens is None else len(request.prompt_token_ids) + params.max_tokens
-        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        bad_words = self._bad_words(params.bad_words or ())
-        matchers = matchers_of(request, self.info.vocab_size)
-        sequences: list[Sequence] = []
-        for index in range(params.n):
-            detokenizer = None
-            if self.tokenizer is not None and params.detokenize and not request.embed:
-                detokenizer = self.tokenizer.stream(params.skip_special_tokens)
-            sequences.append(
-                Sequence(
-                    request=request,
-                    index=index,
-                    seed=(seed + index) % 2**64,
-                    max_total=min(wanted, limit),
-                    detokenizer=detokenizer,
-                    stops=StopStrings(params.stop_strings) if params.stop_strings else None,
-                    parent=sequences[0] if sequences else None,
-                    stop_ids=stops,
-                    length_alone=not stops and detokenizer is None and matchers[index] is None,
-                    bad_words=bad_words,
-                    matcher=matchers[index],
-                    prompt_logprobs=[]
-                    if params.prompt_logprobs is None
-                    else [None],  # nothing precedes the first token
-                    salt=self._salt_of(request),
-                )
-            )
-        return sequences
-
-    def _salt_of(self, request: Request) -> str:
-        return f"{self.salt}|{request.salt}"
-
-    def _bad_words(self, words: abc.Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences to avoid: each word on its own and after a space."""
-        if self.tokenizer is None or not words:
-            return ()
-        spellings = {f"{space}{word.lstrip()}" for word in words for space in ("", " ")}
-        encoded = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in spellings}
-        return tuple(sorted(word for word in encoded if word))
-
     # -- tokens
 
     def _take_token(self, step: _StepResult, sequence: Sequence, row: int) -> None:
@@ -319,7 +262,7 @@ class EngineCore:
             if len(sequence.tokens) >= sequence.max_total:
                 sequence.finish_reason = FinishReason.LENGTH
         else:
-            self._check_end(sequence, token)
+            check_end(sequence, token)
             if sequence.matcher is not None and sequence.finish_reason is None:
                 step.generated += self._take_forced_tokens(sequence, sequence.matcher)
         if sequence.finish_reason is not None:
@@ -347,7 +290,7 @@ class EngineCore:
             matcher.accept(token)
             sequence.tokens.append(token)
             count += 1
-            self._check_end(sequence, token)
+            check_end(sequence, token)
             if sequence.finish_reason is not None:
                 break
         if count:
@@ -364,35 +307,14 @@ class EngineCore:
         step.changed.pop(request.id, None)
         step.failed.append(state.failed(error))
 
-    def _check_end(self, sequence: Sequence, token: int) -> None:
-        params = sequence.request.params
-        may_stop = len(sequence.tokens) - sequence.num_prompt > params.min_tokens
-        if may_stop and token in sequence.stop_ids:
-            sequence.finish_reason = FinishReason.STOP
-            if token in (params.stop_token_ids or ()):
-                sequence.stop_reason = token
-                if params.include_stop_str_in_output:
-                    append_text(sequence, token)
-            return
-        if sequence.detokenizer is not None:
-            stop = append_text(sequence, token, may_stop=may_stop)
-            if stop is not None:
-                sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
-                return
-        if sequence.matcher is not None and sequence.matcher.ended:
-            sequence.finish_reason = FinishReason.STOP  # nothing may follow
-        elif len(sequence.tokens) >= sequence.max_total:
-            sequence.finish_reason = FinishReason.LENGTH
-
     def _take_logprobs(self, output: StepOutput, sequence: Sequence, token: int, row: int) -> None:
         assert output.logprob is not None
         assert output.rank is not None
         assert output.top_ids is not None
         assert output.top_logprobs is not None
         count = sequence.params.logprobs or 0
-        entry = self._logprobs(
-            token, output.logprob[row], output.rank[row], output.top_ids[row, :count], output.top_logprobs[row, :count]
-        )
+        top = output.top_ids[row, :count], output.top_logprobs[row, :count]
+        entry = logprobs_entry(self.tokenizer, token, output.logprob[row], output.rank[row], *top)
         sequence.logprobs.append(entry)
         sequence.cumulative_logprob += entry[token].logprob
 
@@ -408,14 +330,8 @@ class EngineCore:
             position = chunk.start + offset + 1
             if position == len(sequence.prompt_logprobs):  # else it is known from before a preemption
                 token = sequence.tokens[position]
-                sequence.prompt_logprobs.append(self._logprobs(token, logprob, rank, ids[:count], values[:count]))
-
-    def _logprobs(self, token: int, logprob: float, rank: int, ids: np.ndarray, values: np.ndarray) -> TokenLogprobs:
-        text = self.tokenizer.token if self.tokenizer is not None else lambda _: None
-        entry = {token: Logprob(float(logprob), int(rank), text(token))}
-        for place, (other, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1):
-            entry.setdefault(other, Logprob(value, place, text(other)))
-        return entry
+                entry = logprobs_entry(self.tokenizer, token, logprob, rank, ids[:count], values[:count])
+                sequence.prompt_logprobs.append(entry)
 
     def _take_embedding(self, step: _StepResult, sequence: Sequence, chunk: int) -> None:
         if sequence.status is SequenceStatus.FINISHED:

@@ -1,9 +1,9 @@
-"""The text of a sequence: detokenization token by token, and stop strings."""
+"""The text of a sequence, token by token, and the tokens and stop strings that end it."""
 
 from collections import abc
 from functools import lru_cache
 
-from jaxserve.core.request import Sequence
+from jaxserve.core.request import FinishReason, Sequence
 
 
 class StopStrings:
@@ -84,3 +84,25 @@ def flush_text(sequence: Sequence) -> None:
     if sequence.detokenizer is not None and sequence.stop_reason is None:
         sequence.text += sequence.detokenizer.flush()
     sequence.held = 0
+
+
+def check_end(sequence: Sequence, token: int) -> None:
+    """Add the text of a sequence's newest token, and set `finish_reason` if the sequence ends with it."""
+    params = sequence.request.params
+    may_stop = len(sequence.tokens) - sequence.num_prompt > params.min_tokens
+    if may_stop and token in sequence.stop_ids:
+        sequence.finish_reason = FinishReason.STOP
+        if token in (params.stop_token_ids or ()):
+            sequence.stop_reason = token
+            if params.include_stop_str_in_output:
+                append_text(sequence, token)
+        return
+    if sequence.detokenizer is not None:
+        stop = append_text(sequence, token, may_stop=may_stop)
+        if stop is not None:
+            sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
+            return
+    if sequence.matcher is not None and sequence.matcher.ended:
+        sequence.finish_reason = FinishReason.STOP  # nothing may follow
+    elif len(sequence.tokens) >= sequence.max_total:
+        sequence.finish_reason = FinishReason.LENGTH

@@ -7,8 +7,7 @@ from jaxserve.core.errors import RequestError
 from jaxserve.core.request import FinishReason, Request, Sequence
 from jaxserve.core.sampling import MAX_STRING, SamplingParams
 from jaxserve.engine.outputs import RequestState
-from jaxserve.engine.text import StopStrings, flush_text
-from tests.support.internals import check_end
+from jaxserve.engine.text import StopStrings, check_end, flush_text
 
 LETTERS = st.text("ab", min_size=1, max_size=5)
 

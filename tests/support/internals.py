@@ -72,11 +72,6 @@ def run_pending_calls(engine: Any) -> None:
     engine._run_calls()
 
 
-def check_end(sequence: Any, token: int) -> None:
-    """Let `EngineCore` look for the end of a sequence after a token."""
-    EngineCore._check_end(None, sequence, token)  # type: ignore[arg-type]
-
-
 def instance_threads_of(engine: Any) -> list[Any]:
     """Return the threads of an `AsyncEngine`, one for each instance."""
     return engine._threads
