@@ -158,6 +158,12 @@ class SamplingParams:
         return self.temperature < 1e-5 or self.top_p == 0
 
     @property
+    def constrained(self) -> bool:
+        """True if a grammar or the limit of the reasoning decides which tokens may come next."""
+        limited = self.reasoning is not None and self.reasoning.max_tokens is not None
+        return limited or self.structured is not None
+
+    @property
     def penalized(self) -> bool:
         """True if the tokens that have occurred so far change the logits."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1

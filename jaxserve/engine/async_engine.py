@@ -321,7 +321,7 @@ class AsyncEngine:
             salt=salt,
             embed=embed,
             stream=stream,
-            grammar=None if params.structured is None else await asyncio.to_thread(grammar_of, params, self._grammars),
+            grammar=await asyncio.to_thread(grammar_of, params, self._grammars) if params.constrained else None,
             trace=trace,
         )
 

@@ -43,8 +43,7 @@ def grammar_of(params: SamplingParams, compiler: GrammarCompiler | None) -> Gram
 
     Raise `RequestError` if the grammar is invalid, unsupported or too large, or the model has no tokenizer.
     """
-    limited = params.reasoning is not None and params.reasoning.max_tokens is not None
-    if params.structured is None and not limited:
+    if not params.constrained:
         return None
     if compiler is None:
         raise NoTokenizer

@@ -5,7 +5,7 @@ import json
 
 import jsonschema
 
-from jaxserve import LLM, SamplingParams, StructuredOutput
+from jaxserve import LLM, ReasoningSection, SamplingParams, StructuredOutput
 from jaxserve.build import build_async_engine
 from jaxserve.core.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncEngine
@@ -39,15 +39,15 @@ def test_structured_answers_on_eight_devices_follow_their_schema():
         jsonschema.validate(json.loads(answer.text), SCHEMA)
 
 
-async def answer(engine: AsyncEngine, seed: int) -> str:
+async def answer(engine: AsyncEngine, asked: SamplingParams) -> str:
     text = ""
-    async for output in engine.generate(TextPrompt(PROMPTS[seed % len(PROMPTS)]), params(seed)):
+    async for output in engine.generate(TextPrompt(PROMPTS[asked.seed % len(PROMPTS)]), asked):
         text += output.outputs[0].text
     return text
 
 
 def test_structured_answers_follow_their_schema_while_layers_and_pages_change():
-    async def scenario() -> tuple[list[str], list[str]]:
+    async def scenario() -> tuple[list[str], list[str], str]:
         config = EngineConfig(
             policy="manual",
             variants=("int4",),
@@ -65,17 +65,20 @@ def test_structured_answers_follow_their_schema_while_layers_and_pages_change():
         assert (other.count("int4"), other.count("61")) == (1, 1)
         answers: list[asyncio.Task[str]] = []
         for wanted in (other, first, other, first):
-            answers += [asyncio.create_task(answer(engine, len(answers) + i)) for i in range(6)]
+            answers += [asyncio.create_task(answer(engine, params(len(answers) + i))) for i in range(6)]
             version = control.status()["plan_version"]
             control.set_plan(wanted)
             await until(lambda version=version: control.status()["plan_version"] > version)
             await until(lambda: not control.status()["busy"])
         texts = await asyncio.gather(*answers)
         outcomes = [decision["outcome"] for decision in control.decisions(10)]
+        section = ReasoningSection("<think>", "</think>", begun=True, max_tokens=4)
+        limited = await answer(engine, SamplingParams(seed=0, max_tokens=20, ignore_eos=True, reasoning=section))
         await engine.shutdown()
-        return texts, outcomes
+        return texts, outcomes, limited
 
-    texts, outcomes = asyncio.run(scenario())
+    texts, outcomes, limited = asyncio.run(scenario())
+    assert "</think>" in limited
     for text in texts:
         jsonschema.validate(json.loads(text), SCHEMA)
     assert len(outcomes) >= 4
