@@ -31,7 +31,7 @@ def url() -> Iterator[str]:
 def burst(url: str) -> Iterator[None]:
     """Keep requests in flight until the block ends, and check that all of them were answered."""
     over = threading.Event()
-    body = {"model": MODEL_NAME, "max_tokens": 200, "ignore_eos": True}
+    body = {"model": MODEL_NAME, "max_tokens": 280, "ignore_eos": True}
 
     def ask(number: int) -> None:
         with httpx.Client(base_url=url, timeout=120) as http:
