@@ -14,7 +14,7 @@ from jaxserve.telemetry.definitions import TIME_BOUNDS
 from jaxserve.telemetry.snapshot import Recent, Snapshot
 
 RESOLUTION = 64  # snapshots per window; if they come more often, a later one replaces the one before it
-NANOSECONDS = 1e9  # per second
+TICKS = 2.0**40  # per second; a power of two, so that a float of seconds has a whole number of ticks from 4096 s on
 
 Number = TypeVar("Number", int, float)
 
@@ -97,7 +97,7 @@ class _Sums(NamedTuple):
     """Sums over all observations up to one of them.
 
     The sums over a window are a difference of two of these. They are integers, so that the difference is exact however
-    long the engine has run. Times are in ns.
+    long the engine has run. Times are in ticks.
     """
 
     number: int
@@ -111,12 +111,12 @@ class _Sums(NamedTuple):
     def plus(self, time: float, wait: float, snapshot: Snapshot) -> "_Sums":
         """Return the sums with one more snapshot, whose time and oldest wait (s) are these."""
         number, pages, waiting, waits, times, times_squared, times_pages = self
-        now, used = round(time * NANOSECONDS), snapshot.kv_pages_used
+        now, used = round(time * TICKS), snapshot.kv_pages_used
         return _Sums(
             number + 1,
             pages + used,
             waiting + snapshot.num_waiting,
-            waits + round(wait * NANOSECONDS),
+            waits + round(wait * TICKS),
             times + now,
             times_squared + now * now,
             times_pages + now * used,
@@ -130,7 +130,7 @@ class _Sums(NamedTuple):
         """Return how fast the number of held pages changes, by least squares, in pages/s."""
         covariance = self.number * self.time_pages - self.time * self.pages  # number² times as large, as the variance
         variance = self.number * self.time_squared - self.time**2
-        return NANOSECONDS * (covariance / variance) if variance > 0 else 0.0
+        return TICKS * (covariance / variance) if variance > 0 else 0.0
 
 
 NOTHING = _Sums(0, 0, 0, 0, 0, 0, 0)
@@ -173,7 +173,7 @@ class _Window(NamedTuple):
 
     @property
     def queue_delay(self) -> float:
-        return self._mean(self.last.sums.wait - self.first.sums_before.wait) / NANOSECONDS
+        return self._mean(self.last.sums.wait - self.first.sums_before.wait) / TICKS
 
     @property
     def preemptions(self) -> int:

@@ -31,7 +31,8 @@ def test_quickstart_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """Serve the bundled model."""
-    with server_process("-m", "jaxserve", "serve", "--port", "0", "--max-num-seqs", "4") as server:
+    options = ("--port=0", "--max-num-seqs=2", "--max-num-batched-tokens=66")
+    with server_process("-m", "jaxserve", "serve", *options) as server:
         yield server.url
 
 

@@ -30,8 +30,8 @@ def params(seed: int) -> SamplingParams:
 
 
 def test_structured_answers_on_eight_devices_follow_their_schema():
-    options = {"tp": 2, "pp": 2, "dp": 2, "max_num_seqs": 4, "max_model_len": 512, "warmup": False, "memory_gb": 8}
-    with LLM(**options) as llm:
+    options = {"tp": 2, "pp": 2, "dp": 2, "max_num_seqs": 2, "max_model_len": 512, "memory_gb": 8}
+    with LLM(max_num_batched_tokens=66, warmup=False, **options) as llm:
         outputs = llm.generate(PROMPTS, [params(seed) for seed in range(len(PROMPTS))], use_tqdm=False)
     for output in outputs:
         (answer,) = output.outputs
@@ -52,6 +52,7 @@ def test_structured_answers_follow_their_schema_while_layers_and_pages_change():
             policy="manual",
             variants=("int4",),
             max_num_seqs=4,
+            max_num_batched_tokens=68,
             max_model_len=512,
             kv_pages=40,
             max_kv_pages=60,

@@ -10,7 +10,7 @@ from jaxserve.parsing.reasoning import ReasoningFormat
 from jaxserve.parsing.source import Source
 from tests.parsing.writers import FORMS, NOTE, WRITERS, parsed
 
-LENGTH = 250  # characters
+LENGTH = 150  # characters
 every_format = pytest.mark.parametrize("name", FORMS)
 
 

@@ -43,8 +43,16 @@ def test_pieces_change_nothing(name: str, case: str) -> None:
     text = WRITERS[name](CASES[case])
     if not FORMS[name].first:
         text = f"Let me see. < [ {{\n\n{text}\n\n Done.\n{text}\n"
+    assert parsed(FORMS[name], *text) == parsed(FORMS[name], text)
+
+
+@every_format
+@every_case
+def test_an_answer_may_be_cut_anywhere(name: str, case: str) -> None:
+    text = WRITERS[name](CASES[case])
+    if not FORMS[name].first:
+        text = f"I see. < [ {{\n\n{text}\n Done."
     whole = parsed(FORMS[name], text)
-    assert parsed(FORMS[name], *text) == whole
     for cut in range(len(text)):
         assert parsed(FORMS[name], text[:cut], text[cut:]) == whole
 
@@ -55,7 +63,8 @@ def test_an_answer_may_end_anywhere(name: str, case: str) -> None:
     text = WRITERS[name](CASES[case])
     for length in range(len(text)):
         begun = parsed(FORMS[name], text[:length])
-        assert parsed(FORMS[name], *text[:length]) == begun
+        if length % 5 == 0:
+            assert parsed(FORMS[name], *text[:length]) == begun
         if not begun.calls:
             assert begun.text.strip() == text[:length].strip()
         for (tool, arguments), call in zip(CASES[case], begun.calls, strict=False):
@@ -128,7 +137,7 @@ notes = st.fixed_dictionaries(
 
 
 @every_format
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(arguments=st.lists(notes, min_size=1, max_size=3), seed=st.integers(0, 2**32))
 def test_any_arguments_come_back(name: str, arguments: list[dict[str, object]], seed: int) -> None:
     calls = [("write_note", each) for each in arguments]

@@ -206,7 +206,7 @@ def _fragments(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(data=st.data())
 def test_any_answer_is_parsed_without_loss_and_alike_in_pieces(name: str, data: st.DataObject) -> None:
     pieces = data.draw(st.lists(st.sampled_from(_fragments(name)), max_size=12))

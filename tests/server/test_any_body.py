@@ -49,7 +49,7 @@ values = st.recursive(
 
 
 @pytest.mark.parametrize("path", BODIES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_arbitrary_body_is_served_or_refused_without_500(http, path, data):
     names = sorted(BODIES[path].model_fields)
@@ -90,7 +90,7 @@ blocks = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     turns=st.lists(
         st.tuples(st.sampled_from(["user", "assistant", "system"]), st.lists(blocks, max_size=3)),
@@ -130,7 +130,7 @@ objects = st.dictionaries(st.sampled_from(sorted(FIELDS)), st.none(), min_size=1
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(items=st.lists(objects, max_size=4), tools=st.lists(objects, max_size=2), choice=TOOL_NAMES | objects)
 def test_arbitrary_items_and_tools_are_served_or_refused_without_500(http, items, tools, choice):
     asked = {"input": "hi", "tools": tools}

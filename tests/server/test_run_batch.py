@@ -20,7 +20,8 @@ def request(custom_id: str, url: str = COMPLETIONS, **body) -> str:
 def options(random_model, tmp_path_factory):
     """Return options for a small machine. All runs share a compilation cache."""
     cache = tmp_path_factory.mktemp("cache")
-    return (str(random_model), "--load-format=dummy", "--max-num-seqs=4", f"--compile-cache={cache}")
+    small = ("--max-num-seqs=4", "--max-num-batched-tokens=68", "--max-model-len=256")
+    return (str(random_model), "--load-format=dummy", *small, f"--compile-cache={cache}")
 
 
 def command(source: Path, output: Path, *options: str) -> list[str]:

@@ -164,8 +164,8 @@ def test_an_observed_snapshot_may_be_observed_again_without_keeping_the_past_in_
 
 
 def test_single_snapshot_gives_levels_and_no_rates() -> None:
-    seen = recent(Snapshot(time=3, kv_pages_total=100, kv_pages_used=40, num_waiting=2, oldest_wait=0.3))
-    assert seen == Recent(0.0, 0.4, None, 2.0, 0.3, 0, None, None, None, None, 0.4, 0.3)
+    seen = recent(Snapshot(time=3, kv_pages_total=100, kv_pages_used=40, num_waiting=2, oldest_wait=0.25))
+    assert seen == Recent(0.0, 0.4, None, 2.0, 0.25, 0, None, None, None, None, 0.4, 0.25)
 
 
 def test_peaks_are_remembered_for_one_window() -> None:
