@@ -16,7 +16,7 @@ from jaxserve.core.request import Request, RequestOutput, TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.structured import GrammarCompiler
 from jaxserve.engine.client import ControlClient, ModelInfo, Prompt, TextPrompt
-from jaxserve.engine.limits import grammar_of
+from jaxserve.engine.limits import grammar_of, needs_grammar
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.scheduler.routing import LeastLoaded
@@ -321,7 +321,7 @@ class AsyncEngine:
             salt=salt,
             embed=embed,
             stream=stream,
-            grammar=None if params.structured is None else await asyncio.to_thread(grammar_of, params, self._grammars),
+            grammar=await asyncio.to_thread(grammar_of, params, self._grammars) if needs_grammar(params) else None,
             trace=trace,
         )
 

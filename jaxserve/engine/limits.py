@@ -38,13 +38,17 @@ def context_length(info: ModelInfo) -> str:
     return f"This model's maximum context length is {info.max_model_len} tokens (max_model_len)."
 
 
+def needs_grammar(params: SamplingParams) -> bool:
+    """Return whether the tokens of an answer are constrained by a structure, or by a budget for its reasoning."""
+    return params.structured is not None or (params.reasoning is not None and params.reasoning.max_tokens is not None)
+
+
 def grammar_of(params: SamplingParams, compiler: GrammarCompiler | None) -> Grammar | None:
-    """Return the compiled grammar of a request, None if it has none. May take some time.
+    """Return the compiled grammar of a request, None if it needs none. May take some time.
 
     Raise `RequestError` if the grammar is invalid, unsupported or too large, or the model has no tokenizer.
     """
-    limited = params.reasoning is not None and params.reasoning.max_tokens is not None
-    if params.structured is None and not limited:
+    if not needs_grammar(params):
         return None
     if compiler is None:
         raise NoTokenizer
