@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.parsing.events import CallBegun, TextDelta
 from jaxserve.parsing.formats.base import ToolFormat
-from jaxserve.parsing.reasoning import ReasoningSection, reasoning
+from jaxserve.parsing.reasoning import reasoning
 from jaxserve.parsing.source import Incremental, Parsing, PlainText, Source
 from jaxserve.parsing.text_output import without_separators
 from jaxserve.parsing.tools import ToolUse

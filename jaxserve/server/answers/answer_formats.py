@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.core.reasoning import ReasoningSection
@@ -78,15 +78,13 @@ class AnswerFormats:
                 field="thinking_token_budget",
                 value=budget,
             )
-        if form.section is None:
-            return None
-        tags = form.section.form
-        return ReasoningSection(tags.start, tags.end, form.section.begun, budget)
+        return None if form.section is None else replace(form.section, max_tokens=budget)
 
     def shows_special_tokens(self, form: AnswerFormat) -> bool:
         """Return whether the parser must see tokens that are left out of text otherwise."""
-        tags = () if form.section is None else form.section.form.markers
-        return any(text in self.special_tokens for text in (*tags, *(() if form.form is None else form.form.markers)))
+        tags = () if form.section is None else (*form.section.starts, *form.section.ends)
+        markers = () if form.form is None else form.form.markers
+        return any(text in self.special_tokens for text in (*tags, *markers))
 
 
 def _strict_schema(tool: Tool) -> StructuredOutput:
