@@ -138,6 +138,13 @@ async def render(client: EngineClient, body: Conversation) -> str:
     return await off_loop_if_large(_size(body), _apply_template, client, body)
 
 
+async def count_prompt_tokens(client: EngineClient, body: Conversation) -> int:
+    """Return the number of tokens of a conversation's prompt. Raise RequestError as `render` and `encode` do."""
+    text = await render(client, body)
+    (encoded,) = await encode(client, [text], add_special_tokens=False)
+    return len(encoded.token_ids)
+
+
 def _size(body: Conversation) -> int:
     """Return roughly the characters of a conversation. Many messages count as large, and so do tools and calls."""
     few = len(body.messages) <= MAX_INLINE_MESSAGES and not body.tools

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic_core import from_json
 
 from jaxserve.core.errors import RequestError
-from jaxserve.server.answers.prompts import encode, render
+from jaxserve.server.answers.prompts import count_prompt_tokens
 from jaxserve.server.http.auth import key_number
 from jaxserve.server.http.offload import off_loop_if_large
 from jaxserve.server.http.streaming import EventStream, StreamFormat, while_connected
@@ -59,9 +59,8 @@ async def count_input_tokens(body: ResponsesBody, state: State, owner: Client) -
     with responses_names(body):
         _, chat = await begin_turn(state, body, owner)
         await off_loop_if_large(body.repeated_size, state.formats().answer_format, chat, "")
-        text = await render(client, chat)
-        (encoded,) = await encode(client, [text], add_special_tokens=False)
-    return {"object": "response.input_tokens", "input_tokens": len(encoded.token_ids)}
+        tokens = await count_prompt_tokens(client, chat)
+    return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
 @router.get("/v1/responses/{response_id}", response_model=None)
