@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from jaxserve.structured.source import LIMITS, grammar_source
 
-CPU_SECONDS = 2
+CPU_SECONDS = 1  # grammars of tools take some milliseconds, and a list of 10,000 choices 0.2 seconds
 MEMORY_BYTES = 256 * 1024 * 1024  # beside what the process takes without a grammar
 STACK_BYTES = 1536 * 1024  # less than any thread of the engine's process has
 MAX_MESSAGE = 2000  # characters; the messages of nested rules grow with the square of their depth

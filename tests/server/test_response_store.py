@@ -272,6 +272,22 @@ def test_events_that_repeat_a_large_request_are_written_off_the_event_loop(monke
     assert [threads[kind] for kind in snapshots] == [bool(tools)] * 3
 
 
+def test_events_that_repeat_a_large_answer_are_written_off_the_event_loop(monkeypatch):
+    write, threads = running._written_events, {}
+
+    def watched(events):
+        name = threading.current_thread().name
+        threads.update((event["type"], name.startswith("jaxserve-request")) for event in events)
+        return write(events)
+
+    monkeypatch.setattr(running, "_written_events", watched)
+    with serving(answering("x" * 100)) as address, connect(address.url) as client:
+        list(create(client, top_logprobs=5, stream=True))
+    assert not threads["response.created"]
+    assert threads["response.output_text.done"]
+    assert threads["response.completed"]
+
+
 def test_deleting_a_response_in_the_background_ends_it():
     fake = SlowClient(3)
     with serving(fake) as address, connect(address.url) as client:

@@ -125,9 +125,11 @@ class RunningResponse:
                 self._store.grow(self._stored)
 
     async def _write(self, events: list[Json]) -> list[bytes]:
-        """Return the text of events, those that repeat a large request written off the event loop."""
+        """Return the text of events. Those that repeat a large request or answer are written off the event loop."""
         snapshots = sum("response" in event for event in events)
-        return await off_loop_if_large(snapshots * self._repeated_size, _written_events, events)
+        repeats = snapshots or any(event["type"].endswith(".done") for event in events)
+        size = snapshots * self._repeated_size + (self._output_size() if repeats else 0)
+        return await off_loop_if_large(size, _written_events, events)
 
     def _add(self, output: RequestOutput) -> list[Json]:
         self.events.cached_tokens = max(self.events.cached_tokens, output.num_cached_tokens)
@@ -136,8 +138,10 @@ class RunningResponse:
     async def written(self) -> bytes:
         """Return the response so far as JSON."""
         response = self.events.response()
-        size = self._repeated_size + sum(map(_output_size, response["output"]))
-        return await off_loop_if_large(size, to_json, response)
+        return await off_loop_if_large(self._repeated_size + self._output_size(), to_json, response)
+
+    def _output_size(self) -> int:
+        return sum(map(_item_size, self.events.output))
 
     def _keep(self, data: bytes) -> None:
         """Keep the response, which has ended, unless its client has deleted it meanwhile."""
@@ -169,7 +173,7 @@ def _size(output: RequestOutput) -> int:
     return sum(len(answer.token_ids) for answer in output.outputs) + sum(map(len, steps))
 
 
-def _output_size(item: Json) -> int:
+def _item_size(item: Json) -> int:
     """Return roughly the characters of an item's JSON."""
     parts = item.get("content", ())
     logprobs = sum(len(entry["top_logprobs"]) + 1 for part in parts for entry in part.get("logprobs", ()))
