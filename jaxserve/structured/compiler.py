@@ -35,16 +35,16 @@ class LLGrammarCompiler:
 
     def compile(self, structured: StructuredOutput) -> "CompiledGrammar":
         """Return the grammar, from the cache if it has it. Raise `RequestError` that says what is wrong where."""
-        for part in structured.parts:
-            self.compile(part)
         key = structured.kind, structured.text
         with self._lock:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
-        tokenizer, tried = self._ll_tokenizer(), self._trials.run(*key)
-        if tried.error:
-            raise _refusal(structured, tried.error)
+        tokenizer = self._ll_tokenizer()
+        tried, *parts = self._trials.run(key, *((part.kind, part.text) for part in structured.parts))
+        for demand, found in (*zip(structured.parts, parts, strict=True), (structured, tried)):
+            if found.error:
+                raise _refusal(demand, found.error)
         matcher = LLMatcher(tokenizer, tried.source, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that is too complex for its first token is refused, too

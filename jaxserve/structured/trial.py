@@ -41,7 +41,7 @@ class Tried:
 
 
 class GrammarTrials:
-    """Tries one grammar at a time in a process that starts with the first of them. Thread-safe."""
+    """Tries grammars in a process that starts with the first of them, one call after another. Thread-safe."""
 
     def __init__(self, vocab_size: int, special: Mapping[str, int], eos_token_id: int):
         """`special`: the ids of the tokenizer's special tokens by text."""
@@ -49,11 +49,16 @@ class GrammarTrials:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def run(self, kind: str, text: str) -> Tried:
-        """Compile the grammar that a `StructuredOutput` of a kind describes by its text."""
+    def run(self, *grammars: tuple[str, str]) -> list[Tried]:
+        """Compile grammars, each given by the kind and the text of a `StructuredOutput`.
+
+        The limits are for all of them together. If they exceed one, the first grammar has the error.
+        """
         with self._lock:
-            answer = _ask(self._running(), [kind, text])
-        return Tried(error=TOO_LARGE) if answer is None else Tried(**answer)
+            answers = _ask(self._running(), grammars)
+        if answers is None:
+            return [Tried(error=TOO_LARGE), *(Tried() for _ in grammars[1:])]
+        return [Tried(**answer) for answer in answers]
 
     def start(self) -> None:
         """Start the process, so that the first grammar need not wait for it."""
@@ -132,7 +137,8 @@ def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
         if not (child := os.fork()):
             _limit()
             with open(writing, "wb") as pipe:
-                pipe.write(json.dumps(asdict(_tried(*json.loads(question), vocabulary, tokenizer))).encode())
+                tried = [asdict(_tried(kind, text, vocabulary, tokenizer)) for kind, text in json.loads(question)]
+                pipe.write(json.dumps(tried).encode())
             os._exit(0)
         os.close(writing)
         with open(reading, "rb") as pipe:

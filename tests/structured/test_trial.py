@@ -53,9 +53,20 @@ def test_a_grammar_of_many_rules_is_compiled(compiler) -> None:
 
 def test_a_trial_tells_the_error_and_the_memory() -> None:
     trials = GrammarTrials(300, {"<end>": 299}, 299)
-    assert "a)" in trials.run("regex", "a)").error
-    assert trials.run("grammar", 'start: "a" <[299]>').error == ""
-    assert trials.run("regex", "a?" * 3000).size > trials.run("regex", "a?" * 300).size
+    invalid, special, small, large = trials.run(
+        ("regex", "a)"), ("grammar", 'start: "a" <[299]>'), ("regex", "a?" * 300), ("regex", "a?" * 3000)
+    )
+    assert "a)" in invalid.error
+    assert special.error == small.error == large.error == ""
+    assert large.size > small.size
+
+
+def test_an_error_names_the_part_at_fault(compiler) -> None:
+    parts = [StructuredOutput(json={"type": kind}, place=f"tools.{kind}") for kind in ("object", "nothing")]
+    grammar = 'start: %json {"type": "nothing"}'
+    with pytest.raises(RequestError) as refused:
+        compiler.compile(StructuredOutput(grammar=grammar, place="tools", parts=parts))
+    assert refused.value.field == "tools.nothing"
 
 
 def test_a_trial_starts_another_process_if_the_first_has_ended() -> None:
@@ -64,7 +75,7 @@ def test_a_trial_starts_another_process_if_the_first_has_ended() -> None:
     assert trials._process is not None
     trials._process.kill()
     trials._process.wait()
-    assert trials.run("regex", "a").error == ""
+    assert not trials.run(("regex", "a"))[0].error
 
 
 def test_the_process_of_trials_ends_with_them() -> None:
