@@ -20,7 +20,7 @@ from jaxserve.server.schemas.responses import SEALED_REASONING, ResponsesBody, r
 from jaxserve.server.state import ServerState
 
 PREVIOUS = "previous_response_id"  # the place of items that earlier responses have
-MAX_ITEMS = 20_000  # of a conversation; a body has room for fewer
+MAX_ITEMS = 20_000  # of a conversation: those of the input, of earlier turns, and those referred to
 ITEM_SIZE = 64  # how much the translation of an item costs, compared to a character of JSON
 
 
