@@ -11,13 +11,16 @@ class ReasoningSection:
 
     `start`, `end`: the tags around it. `begun`: the prompt has the start tag already, or the model leaves it out;
     otherwise the answer has a section if it begins with the tag. `max_tokens`: the number of tokens after which the end
-    tag is written for the model, None without a limit.
+    tag is written for the model, None without a limit. `other_starts`, `other_ends`: other spellings of the tags that
+    the model uses.
     """
 
     start: str
     end: str
     begun: bool = False
     max_tokens: int | None = None
+    other_starts: tuple[str, ...] = ()
+    other_ends: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.start or not self.end:
@@ -29,3 +32,13 @@ class ReasoningSection:
                 value=self.max_tokens,
                 limit=0,
             )
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """All spellings of the start tag."""
+        return (self.start, *self.other_starts)
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """All spellings of the end tag."""
+        return (self.end, *self.other_ends)

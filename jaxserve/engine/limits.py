@@ -39,7 +39,7 @@ def context_length(info: ModelInfo) -> str:
 
 
 def grammar_of(params: SamplingParams, compiler: GrammarCompiler | None) -> Grammar | None:
-    """Return the compiled grammar of a request, None if it has none. May take some time.
+    """Return the compiled grammar of a request, None if it needs none. May take some time.
 
     Raise `RequestError` if the grammar is invalid, unsupported or too large, or the model has no tokenizer.
     """

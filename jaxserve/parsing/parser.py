@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.parsing.events import CallBegun, TextDelta
 from jaxserve.parsing.formats.base import ToolFormat
-from jaxserve.parsing.reasoning import ReasoningSection, reasoning
+from jaxserve.parsing.reasoning import reasoning
 from jaxserve.parsing.source import Incremental, Parsing, PlainText, Source
 from jaxserve.parsing.text_output import without_separators
 from jaxserve.parsing.tools import ToolUse
@@ -16,34 +17,35 @@ Parser = Incremental | PlainText
 class AnswerFormat:
     """What the answers to one request consist of besides text.
 
-    `section`: the reasoning with which they begin; None if there is none or if it stays in the text. `form` and `use`:
-    how calls are written, and the tools that they may call. `calls_before`: the number of calls in the conversation.
+    `section`: the reasoning with which they begin; None if there is none or if it stays in the text. `tool_format` and
+    `tool_use`: how calls are written, and the tools that they may call. `calls_before`: the number of calls in the
+    conversation.
     """
 
     section: ReasoningSection | None = None
-    form: ToolFormat | None = None
-    use: ToolUse | None = None
+    tool_format: ToolFormat | None = None
+    tool_use: ToolUse | None = None
     calls_before: int = 0
 
     def parser(self) -> Parser:
         """Return a parser for one answer."""
-        if self.section is None and self.use is None:
+        if self.section is None and self.tool_use is None:
             return PlainText()
         source = Source()
         return Incremental(source, self._parse(source))
 
     def new_call_id(self, name: str, index: int) -> str:
         """Return a new id for the call with this index in an answer (`ToolFormat.new_call_id`)."""
-        return "" if self.form is None else self.form.new_call_id(name, self.calls_before + index)
+        return "" if self.tool_format is None else self.tool_format.new_call_id(name, self.calls_before + index)
 
     def _parse(self, source: Source) -> Parsing[None]:
         if self.section is not None:
             yield from reasoning(source, self.section)
-        if self.form is None or self.use is None:
+        if self.tool_format is None or self.tool_use is None:
             yield from _text(source)
             return
-        events = without_separators(self.form.parse(source, self.use.tools))
-        yield from events if self.use.parallel else _first_call(events)
+        events = without_separators(self.tool_format.parse(source, self.tool_use.tools))
+        yield from events if self.tool_use.parallel else _first_call(events)
 
 
 def _text(source: Source) -> Parsing[None]:

@@ -7,25 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.reasoning import ReasoningSection
-from jaxserve.core.structured import JSON_WHITESPACE, Grammar, StructuredOutput
+from jaxserve.core.structured import Grammar, StructuredOutput
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.structured.reasoning import ReasonedGrammar
-from jaxserve.structured.structural_tag import structural_tag_grammar
+from jaxserve.structured.source import LIMITS
+from jaxserve.structured.trial import GrammarTrials
 
 CACHED = 256  # compiled grammars, the least recently used ones are dropped
-# Work of llguidance: at most about 80 ms for compiling a grammar, and some 10 ms for one token, for which all other
-# answers wait. With its defaults an ambiguous grammar of three lines took 600 ms for one token. Schemas need 0.01 to
-# 0.1 ms.
-LIMITS = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 50_000,
-    "step_max_items": 2_000,
-    "max_items_in_row": 1_000,
-}
+CACHED_BYTES = 512 * 1024 * 1024
 
 
 class LLGrammarCompiler:
@@ -38,27 +31,29 @@ class LLGrammarCompiler:
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._prepared: LLTokenizer | None = None
-        self._limits = LLParserLimits(**LIMITS, verbose_errors=False)
+        self._trials = GrammarTrials(tokenizer.vocab_size, tokenizer.special_tokens, next(iter(eos_token_ids), 0))
 
     def compile(self, structured: StructuredOutput) -> "CompiledGrammar":
         """Return the grammar, from the cache if it has it. Raise `RequestError` that says what is wrong where."""
-        for part in structured.parts:
-            self.compile(part)
         key = structured.kind, structured.text
         with self._lock:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
-        source = _source(structured, self._tokenizer)
-        matcher = LLMatcher(self._ll_tokenizer(), source, log_level=0, limits=self._limits)
+        tokenizer = self._ll_tokenizer()
+        tried, *parts = self._trials.run(key, *((part.kind, part.text) for part in structured.parts))
+        for demand, found in (*zip(structured.parts, parts, strict=True), (structured, tried)):
+            if found.error:
+                raise _refusal(demand, found.error)
+        matcher = LLMatcher(tokenizer, tried.source, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that is too complex for its first token is refused, too
         if matcher.is_error():
             raise _refusal(structured, matcher.get_error())
-        grammar = CompiledGrammar(matcher)
+        grammar = CompiledGrammar(matcher, tried.size)
         with self._lock:
             self._cache[key] = grammar
-            while len(self._cache) > CACHED:
+            while len(self._cache) > CACHED or sum(each.size for each in self._cache.values()) > CACHED_BYTES:
                 self._cache.popitem(last=False)
         return grammar
 
@@ -72,6 +67,7 @@ class LLGrammarCompiler:
             if self._prepared is None:
                 vocabulary = _Vocabulary(self._tokenizer, self._eos_token_ids)
                 self._prepared = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=list(self._eos_token_ids))
+                self._trials.start()
 
     def _ll_tokenizer(self) -> LLTokenizer:
         if not self._eos_token_ids:
@@ -84,7 +80,9 @@ class LLGrammarCompiler:
 class CompiledGrammar:
     """A grammar at the beginning of an answer."""
 
-    def __init__(self, matcher: LLMatcher):
+    def __init__(self, matcher: LLMatcher, size: int):
+        """`size`: the memory that it takes, in bytes."""
+        self.size = size
         self._matcher = matcher
 
     def start(self) -> "LLAnswer":
@@ -132,23 +130,6 @@ class _Vocabulary:
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
-
-
-def _source(structured: StructuredOutput, tokenizer: Tokenizer) -> str:
-    """Return the grammar as llguidance takes it. Raise `RequestError` for text that is no JSON or no grammar."""
-    kind, text = structured.kind, structured.text
-    options = {"whitespace_pattern": JSON_WHITESPACE}
-    try:
-        if kind == "json_object":
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=options)
-        if kind == "json":
-            # What is always valid, as llguidance takes it; what never is, "false", it refuses.
-            return LLMatcher.grammar_from_json_schema("{}" if text.strip() == "true" else text, defaults=options)
-        if kind == "structural_tag":
-            return structural_tag_grammar(json.loads(text), tokenizer.special_tokens)
-        return grammar_from(kind, text)  # type: ignore[arg-type]
-    except (ValueError, RecursionError) as error:
-        raise _refusal(structured, str(error)) from error
 
 
 def _refusal(structured: StructuredOutput, message: str) -> RequestError:

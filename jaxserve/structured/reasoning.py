@@ -30,7 +30,9 @@ class _Tags:
 
     def __init__(self, section: ReasoningSection, tokenizer: Tokenizer, eos_token_ids: Sequence[int]):
         self.begun, self.max_tokens = section.begun, section.max_tokens
-        self.start, self.end = section.start.encode(), section.end.encode()
+        self.starts = tuple(tag.encode() for tag in section.starts)
+        self.ends = tuple(tag.encode() for tag in section.ends)
+        self.longest_end = max(map(len, self.ends))
         self.end_ids = tokenizer.encode(section.end, add_special_tokens=False)
         start_ids = tokenizer.encode(section.start, add_special_tokens=False)
         self.start_id = start_ids[0] if len(start_ids) == 1 else None
@@ -53,7 +55,7 @@ class ReasonedAnswer:
     def __init__(self, text: Matcher | None, tags: _Tags):
         self._text, self._tags = text, tags
         self._phase = _Phase.OPEN
-        self._seen = b""  # the end of the reasoning, as long as the end tag, or the beginning of an open answer
+        self._seen = b""  # the end of the reasoning, as long as the longest end tag, or the beginning of an open answer
         self._count = 0  # tokens of reasoning
         self._closing: list[int] = []  # tokens of the end tag still to come
         if tags.begun:
@@ -121,18 +123,18 @@ class ReasonedAnswer:
             return
         self._seen += self._tags.token_bytes(token)
         begin = self._seen.lstrip()
-        if begin.startswith(self._tags.start):
+        if begin.startswith(self._tags.starts):
             self._begin()
-        elif not self._tags.start.startswith(begin):
+        elif not any(tag.startswith(begin) for tag in self._tags.starts):
             self._phase = _Phase.TEXT
 
     def _accept_reasoning(self, token: int) -> None:
         self._count += 1
         seen = self._seen + self._tags.token_bytes(token)
-        if self._tags.end in seen:
+        if any(tag in seen for tag in self._tags.ends):
             self._phase = _Phase.TEXT
             return
-        self._seen = seen[-len(self._tags.end) :]
+        self._seen = seen[-self._tags.longest_end :]
         self._check_budget()
 
 

@@ -17,6 +17,8 @@ from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
+from tests.server.answering import last_prompt
+
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 TOOL = {
     "type": "function",
@@ -84,7 +86,7 @@ def test_langchain_calls_a_tool_and_returns_its_result(serve):
     assert (call["name"], call["args"]) == ("weather", {"city": "Zürich"})
     result = ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])
     assert model.invoke([asked, answer, result]).content == "It is sunny."
-    assert "tool: sunny in Zürich" in engine.prompts()[-1]
+    assert "[tool]sunny in Zürich" in last_prompt(engine)
 
 
 def test_langchain_stream_adds_up_to_calls(serve):
@@ -129,7 +131,7 @@ def test_pydantic_ai_agent_works_with_a_tool(serve):
         return f"sunny in {city}"
 
     assert agent.run_sync("How is the weather?").output == "It is sunny."
-    assert "tool: sunny in Zürich" in engine.prompts()[-1]
+    assert "[tool]sunny in Zürich" in last_prompt(engine)
 
 
 def test_pydantic_ai_agent_returns_a_model(serve):

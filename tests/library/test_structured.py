@@ -1,5 +1,6 @@
 """Structured answers follow their grammars in every mode of generation, beside answers that have none."""
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from dataclasses import replace
 import jsonschema
 import pytest
 
-from jaxserve import LLM, GrammarTooComplex, RequestError, SamplingParams, StructuredOutput
+from jaxserve import LLM, AsyncLLM, GrammarTooComplex, RequestError, SamplingParams, StructuredOutput
 from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.structured.compiler import LLAnswer
 from tests.support.internals import core_of
@@ -182,3 +183,14 @@ def test_budget_ends_the_reasoning_of_free_text(llm):
     tokens = output.outputs[0].token_ids
     assert llm.tokenizer.decode(tokens[:5]) + "</think>" == output.outputs[0].text.partition("</think>")[0] + "</think>"
     assert len(tokens) == 20
+
+
+def test_budget_ends_the_reasoning_of_an_asynchronous_engine():
+    section = ReasoningSection("<think>", "</think>", begun=True, max_tokens=5)
+    params = SamplingParams(temperature=1, seed=3, max_tokens=20, ignore_eos=True, reasoning=section)
+
+    async def answer() -> str:
+        async with AsyncLLM(max_num_seqs=1, max_model_len=512, warmup=False) as engine:
+            return "".join([output.outputs[0].text async for output in engine.stream("def f(", params)])
+
+    assert "</think>" in asyncio.run(answer())

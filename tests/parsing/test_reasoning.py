@@ -3,9 +3,10 @@
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.parsing.events import ParsedMessage, Reasoning, Text
 from jaxserve.parsing.parser import AnswerFormat
-from jaxserve.parsing.reasoning import ReasoningFormat, ReasoningSection
+from jaxserve.parsing.reasoning import ReasoningFormat
 from jaxserve.parsing.registry import REASONING_PARSERS
 from jaxserve.parsing.tools import ToolUse
 from tests.parsing.writers import FORMS, TOOLS, calls_of
@@ -86,10 +87,10 @@ def test_reasoning_arrives_at_once() -> None:
 
 
 def test_the_continuation_of_an_answer_knows_where_it_begins() -> None:
-    assert TAGS.inside("<think>I see") == ReasoningSection(TAGS, begun=True)
+    assert TAGS.inside("<think>I see") == TAGS.section(begun=True)
     assert TAGS.inside("<think>I see</think> It") is None
     assert TAGS.inside("It is") is None
-    assert TAGS.inside(" ") == ReasoningSection(TAGS)
+    assert TAGS.inside(" ") == TAGS.section()
 
 
 @settings(max_examples=300, deadline=None)

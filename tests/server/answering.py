@@ -39,8 +39,7 @@ class Scripted(FakeClient):
     """A fake engine that answers one request after the other with the next of several scripts."""
 
     def __init__(self, *scripts: str):
-        template = answering("")
-        super().__init__(tokenizer=template.tokenizer, max_model_len=template.max_model_len)
+        super().__init__(tokenizer=answering("").tokenizer, max_model_len=100_000)
         self.scripts = list(scripts)
 
     def generate(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:

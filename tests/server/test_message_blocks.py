@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.core.errors import RequestError
 from jaxserve.server.schemas.chat import ChatBody
+from jaxserve.server.schemas.message_blocks import num_blocks
 from jaxserve.server.schemas.messages import MessagesBody
 from tests.server.messages_support import ASK, WEATHER
 
@@ -295,3 +296,10 @@ def test_request_of_a_coding_agent_is_accepted():
         stream=True,
     )
     assert [message.content for message in asked.messages] == ["You are an agent.", "hi"]
+
+
+def test_blocks_inside_of_others_count_for_the_cost_of_a_body():
+    text = {"type": "text", "text": "a"}
+    inner = {"type": "tool_result", "tool_use_id": "x", "content": [text] * 10}
+    document = {"type": "document", "source": {"type": "content", "content": [text] * 5}}
+    assert [num_blocks(content) for content in ("a", [text] * 3, [inner, text], [document])] == [1, 3, 12, 6]

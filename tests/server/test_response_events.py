@@ -10,7 +10,7 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.parsing.formats.hermes import Hermes
 from jaxserve.parsing.parser import AnswerFormat
-from jaxserve.parsing.reasoning import ReasoningFormat, ReasoningSection
+from jaxserve.parsing.reasoning import ReasoningFormat
 from jaxserve.parsing.tools import Tool, ToolUse
 from jaxserve.server.answers.conversation import ConversationJob
 from jaxserve.server.answers.generation import Job
@@ -21,7 +21,7 @@ from tests.server.test_responses import folded, without_ids
 
 HEAD = {"id": "resp_1", "object": "response", "background": False}
 SCRIPT = f"<think>Где it is? 🦊</think>\n\nI lök.\n{call('weather', city='Zürich')}\n{call('weather', city='x')}"
-FORM = AnswerFormat(ReasoningSection(ReasoningFormat("qwen3")), Hermes(), ToolUse((Tool("weather"),)))
+FORM = AnswerFormat(ReasoningFormat("qwen3").section(), Hermes(), ToolUse((Tool("weather"),)))
 
 
 def new_events(form: AnswerFormat, alternatives: int | None) -> ResponseEvents:
@@ -82,14 +82,14 @@ def test_answer_without_parsing_takes_steps_as_they_are():
 
 
 def test_reasoning_that_never_ends_takes_all_tokens():
-    form = AnswerFormat(ReasoningSection(ReasoningFormat("deepseek_r1", always=True), begun=True))
+    form = AnswerFormat(ReasoningFormat("deepseek_r1", always=True).section(begun=True))
     _, response = run(new_events(form, None), outputs("hm, hm", [2]))
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 6
     assert response["output"][0]["content"] == [{"type": "reasoning_text", "text": "hm, hm"}]
 
 
 def test_reasoning_that_the_prompt_began_is_counted_to_its_end():
-    form = AnswerFormat(ReasoningSection(ReasoningFormat("qwen3"), begun=True))
+    form = AnswerFormat(ReasoningFormat("qwen3").section(begun=True))
     _, response = run(new_events(form, None), outputs("hm</think>yes", [3]))
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == len("hm</think>")
 

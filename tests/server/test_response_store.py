@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import threading
 
 import httpx
 import openai
 import pytest
 
 from jaxserve.core.errors import RequestError
+from jaxserve.server.responses import creation, running
 from jaxserve.server.responses.store import (
     PreviousResponseNotFound,
     ResponseNotFound,
@@ -98,6 +100,30 @@ def test_truncation_auto_leaves_out_the_oldest_turns():
     assert last_prompt(fake) == (
         "[system]Be brief.\n[user]user 19 says\n[assistant]assistant 19 says\n[user]Last.\n[assistant]"
     )
+
+
+def test_conversation_that_is_kept_may_not_be_larger_than_one_that_is_sent(monkeypatch):
+    monkeypatch.setattr(creation, "MAX_ITEMS", 4)
+    fake = answering("ok")
+    with serving(fake) as address, connect(address.url) as client:
+        first = create(client, input="One")
+        second = create(client, input="Two", previous_response_id=first.id)
+        with pytest.raises(openai.BadRequestError) as refused:
+            create(client, input="Three", previous_response_id=second.id)
+        create(client, input="Three", previous_response_id=second.id, truncation="auto")
+    assert (refused.value.param, refused.value.code) == ("previous_response_id", "context_length_exceeded")
+    assert last_prompt(fake) == "[user]Two\n[assistant]ok\n[user]Three\n[assistant]"
+
+
+def test_references_may_not_make_a_conversation_larger_than_a_body():
+    fake = answering("ok")
+    with serving(fake, ServerSettings(max_body_mb=0.02)) as address, connect(address.url) as client:
+        first = create(client, input="x" * 6000)
+        (item,) = client.responses.input_items.list(first.id)
+        create(client, input=[{"id": item.id}])
+        with pytest.raises(openai.BadRequestError) as refused:
+            create(client, input=[{"id": item.id}] * 4)
+    assert (refused.value.param, refused.value.code) == ("input", "context_length_exceeded")
 
 
 # -- endpoints
@@ -199,6 +225,67 @@ def test_response_in_the_background_that_fails_says_why():
         failed = client.responses.retrieve(queued.id)
     assert failed.error.code == "rate_limit_exceeded"
     assert failed.error.message == "the queue is full"
+
+
+def test_response_in_the_background_needs_memory():
+    fake = SlowClient(0)
+    fake.tokenizer = answering("").tokenizer
+    large = {"background": True, "tools": [tool("f", description="x" * 6000)], "tool_choice": "none"}
+    with serving(fake, ServerSettings(stored_responses_mb=0.03)) as address, connect(address.url) as client:
+        first = create(client, **large)
+        create(client, **large)
+        with pytest.raises(openai.InternalServerError) as refused:
+            create(client, **large)
+        client.responses.cancel(first.id)
+        create(client, **large)
+    assert (refused.value.status_code, refused.value.code) == (503, "background_full")
+    assert refused.value.response.headers["retry-after"]
+
+
+def test_response_in_the_background_fails_if_its_events_take_too_much_memory():
+    fake = answering("x" * 1000)
+    with serving(fake, ServerSettings(stored_responses_mb=0.1)) as address, connect(address.url) as client:
+        with create(client, background=True, stream=True) as stream:
+            events = list(stream)
+        assert not fake.active
+        assert fake.aborted
+        failed = client.responses.retrieve(events[0].response.id)
+    assert [event.type for event in events[-2:]] == ["error", "response.failed"]
+    assert failed.error.code == "rate_limit_exceeded"
+    assert "--stored-responses-mb" in failed.error.message
+
+
+@pytest.mark.parametrize("tools", [[], [tool("f")]], ids=["small", "large"])
+@pytest.mark.parametrize("background", [False, True])
+def test_events_that_repeat_a_large_request_are_written_off_the_event_loop(monkeypatch, background, tools):
+    write, threads = running._written_events, {}
+
+    def watched(events):
+        name = threading.current_thread().name
+        threads.update((event["type"], name.startswith("jaxserve-request")) for event in events)
+        return write(events)
+
+    monkeypatch.setattr(running, "_written_events", watched)
+    with serving(answering("Hello")) as address, connect(address.url) as client:
+        list(create(client, tools=tools, stream=True, background=background))
+    snapshots = ["response.created", "response.in_progress", "response.completed"]
+    assert [threads[kind] for kind in snapshots] == [bool(tools)] * 3
+
+
+def test_events_that_repeat_a_large_answer_are_written_off_the_event_loop(monkeypatch):
+    write, threads = running._written_events, {}
+
+    def watched(events):
+        name = threading.current_thread().name
+        threads.update((event["type"], name.startswith("jaxserve-request")) for event in events)
+        return write(events)
+
+    monkeypatch.setattr(running, "_written_events", watched)
+    with serving(answering("x" * 100)) as address, connect(address.url) as client:
+        list(create(client, top_logprobs=5, stream=True))
+    assert not threads["response.created"]
+    assert threads["response.output_text.done"]
+    assert threads["response.completed"]
 
 
 def test_deleting_a_response_in_the_background_ends_it():

@@ -384,3 +384,13 @@ def test_ids_of_kimi_count_the_calls_of_the_conversation():
     messages = [*ASK, {"role": "assistant", "tool_calls": [earlier]}, {"role": "tool", "content": "5"}]
     calls = whole(http, messages=messages, tools=[WEATHER])["message"]["tool_calls"]
     assert [each["id"] for each in calls] == ["functions.weather:1", "functions.weather:2"]
+
+
+def test_arguments_may_not_have_more_items_than_a_body(http):
+    def asked(items: int) -> list[dict]:
+        arguments = json.dumps({"a": [1] * items, "b": ",,[{" * 50_000})
+        calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}] * 2
+        return [{"role": "assistant", "tool_calls": calls}, {"role": "user", "content": "hi"}]
+
+    assert refusal(http, messages=asked(5000))["code"] == "context_length_exceeded"
+    assert refusal(http, messages=asked(30_000))["param"] == "messages.0.tool_calls.1.function.arguments"

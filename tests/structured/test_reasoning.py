@@ -1,5 +1,7 @@
 """What constrains an answer begins after its reasoning, which ends at the latest with its budget."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -95,6 +97,16 @@ def test_free_text_without_reasoning_has_no_budget(compiler, tokenizer):
 def test_reasoning_that_the_answer_begins_itself_has_a_budget(compiler, tokenizer):
     walk = Walk(compiler, tokenizer, ReasoningSection(*TAGS, max_tokens=2), None)
     walk.write("\n<think>a b")
+    assert walk.answer.forced()
+
+
+def test_section_ends_with_another_spelling_of_its_tag(compiler, tokenizer):
+    section = ReasoningSection(*TAGS, other_starts=("Thought:",), other_ends=("Here is my answer:",))
+    walk = Walk(compiler, tokenizer, replace(section, begun=True))
+    walk.write("some thought. Here is my answer:yes")
+    assert walk.answer.ended
+    walk = Walk(compiler, tokenizer, replace(section, max_tokens=2), None)
+    walk.write("Thought:a b")
     assert walk.answer.forced()
 
 

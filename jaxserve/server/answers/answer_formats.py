@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.core.reasoning import ReasoningSection
@@ -60,14 +60,14 @@ class AnswerFormats:
 
         Raise RequestError if both cannot be demanded together.
         """
-        use = form.use
-        if use is None or form.form is None or not (use.constrained or asked):
+        use = form.tool_use
+        if use is None or form.tool_format is None or not (use.constrained or asked):
             return asked
         parts = tuple(_strict_schema(tool) for tool in use.tools if tool.strict)
         text = ""
         if asked is not None and not use.required:
             text, parts = _rule(asked), (*parts, asked)
-        grammar = tool_grammar(form.form, use, self.special_tokens, text)
+        grammar = tool_grammar(form.tool_format, use, self.special_tokens, text)
         return StructuredOutput(grammar=grammar, place="tools", parts=parts)
 
     def reasoning_section(self, form: AnswerFormat, budget: int | None) -> ReasoningSection | None:
@@ -78,15 +78,13 @@ class AnswerFormats:
                 field="thinking_token_budget",
                 value=budget,
             )
-        if form.section is None:
-            return None
-        tags = form.section.form
-        return ReasoningSection(tags.start, tags.end, form.section.begun, budget)
+        return None if form.section is None else replace(form.section, max_tokens=budget)
 
     def shows_special_tokens(self, form: AnswerFormat) -> bool:
         """Return whether the parser must see tokens that are left out of text otherwise."""
-        tags = () if form.section is None else form.section.form.markers
-        return any(text in self.special_tokens for text in (*tags, *(() if form.form is None else form.form.markers)))
+        tags = () if form.section is None else (*form.section.starts, *form.section.ends)
+        markers = () if form.tool_format is None else form.tool_format.markers
+        return any(text in self.special_tokens for text in (*tags, *markers))
 
 
 def _strict_schema(tool: Tool) -> StructuredOutput:

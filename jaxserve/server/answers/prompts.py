@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxserve.core.errors import PromptTooLong
+from jaxserve.core.errors import PromptTooLong, RequestError
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.fim import FillInMiddle
 from jaxserve.engine.limits import check_prompt, context_length
 from jaxserve.server.errors import rename_error_fields
+from jaxserve.server.http.body import MAX_ITEMS, count_items
 from jaxserve.server.http.offload import MAX_INLINE_SIZE, off_loop_if_large
 from jaxserve.server.schemas.chat import Conversation
 
@@ -137,6 +138,13 @@ async def render(client: EngineClient, body: Conversation) -> str:
     return await off_loop_if_large(_size(body), _apply_template, client, body)
 
 
+async def count_prompt_tokens(client: EngineClient, body: Conversation) -> int:
+    """Return the number of tokens of a conversation's prompt. Raise RequestError as `render` and `encode` do."""
+    text = await render(client, body)
+    (encoded,) = await encode(client, [text], add_special_tokens=False)
+    return len(encoded.token_ids)
+
+
 def _size(body: Conversation) -> int:
     """Return roughly the characters of a conversation. Many messages count as large, and so do tools and calls."""
     few = len(body.messages) <= MAX_INLINE_MESSAGES and not body.tools
@@ -147,7 +155,30 @@ def _size(body: Conversation) -> int:
 
 def _apply_template(client: EngineClient, body: Conversation) -> str:
     messages = [message.as_dict(f"messages.{index}") for index, message in enumerate(body.messages)]
+    _check_arguments(messages)
     return client.tokenizer.apply_chat_template(messages, **body.template_variables())
+
+
+def _check_arguments(messages: Sequence[dict[str, Any]]) -> None:
+    """Raise RequestError if the arguments of all calls, which are JSON in strings, have too many items together.
+
+    The template gets them parsed, as it gets the body, whose items have been counted without those in strings.
+    """
+    items = 0
+    for place, message in enumerate(messages):
+        for index, call in enumerate(message.get("tool_calls", ())):
+            arguments = call["function"]["arguments"]
+            if isinstance(arguments, str):
+                items += count_items(arguments.encode(), MAX_ITEMS, check_digits=False)
+            if items > MAX_ITEMS:
+                field = f"messages.{place}.tool_calls.{index}.function.arguments"
+                raise RequestError(
+                    f"{field}: the arguments of all calls so far have {items} items (list entries, fields, objects): "
+                    f"the limit is {MAX_ITEMS}",
+                    field=field,
+                    value=items,
+                    limit=MAX_ITEMS,
+                )
 
 
 def _content_size(content: str | list[dict[str, Any]]) -> int:

@@ -72,12 +72,12 @@ def body_too_large(limit: int, headers: dict[str, str] | None = None) -> HTTPExc
     return HTTPException(413, f"the body is larger than {limit} bytes (--max-body-mb)", headers)
 
 
-def count_items(body: bytes, limit: int) -> int:
+def count_items(body: bytes, limit: int, *, check_digits: bool = True) -> int:
     """Return the number of items in a JSON text, or any number above `limit` if it has more.
 
     A list or object counts as one more than its entries. Every step is a pass in C over the text. The step that makes
-    a list of strings comes after their number is known to be bounded. Raise HTTPException if a number has more than
-    `MAX_DIGITS` digits, since parsing it would take time that grows with their square.
+    a list of strings comes after their number is known to be bounded. With `check_digits`, raise HTTPException if a
+    number has more than `MAX_DIGITS` digits, since pydantic would parse it in a time that grows with their square.
     """
     # For a small body the upper bound, which also counts delimiters in strings, is enough.
     if (count := _count_delimiters(body)) <= MAX_ITEMS and len(body) <= HEAD_BYTES:
@@ -87,7 +87,7 @@ def count_items(body: bytes, limit: int) -> int:
     if (fields := body.count(b'"') // 4) > limit:
         return fields
     outside = b"".join(body.split(b'"')[::2])
-    if b"0" * (MAX_DIGITS + 1) in outside.translate(DIGITS_TO_ZERO):
+    if check_digits and b"0" * (MAX_DIGITS + 1) in outside.translate(DIGITS_TO_ZERO):
         raise HTTPException(400, f"the body has a number with more than {MAX_DIGITS} digits")
     return _count_delimiters(outside)
 

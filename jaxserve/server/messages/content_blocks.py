@@ -28,7 +28,7 @@ class ContentBlocks:
     def __init__(self, form: AnswerFormat, thinking: str, eager_tools: Collection[str]):
         self.num_calls = 0
         self._form, self._thinking, self._eager_tools = form, thinking, eager_tools
-        self._valid = form.use is not None and form.use.constrained
+        self._valid = form.tool_use is not None and form.tool_use.constrained
         self._parser = form.parser()
         self._index = -1
         self._open: str | None = None  # type of the block that has begun and not ended

@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 from pydantic_core import from_json
 
@@ -12,14 +13,26 @@ from jaxserve.server.http.offload import off_loop_if_large
 from jaxserve.server.responses.events import ResponseEvents
 from jaxserve.server.responses.items import Shown
 from jaxserve.server.responses.running import RunningResponse
-from jaxserve.server.responses.store import Owner, ResponseStore, StoredResponse, Turn, parsed
+from jaxserve.server.responses.store import Owner, StoredResponse, Turn, parsed
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.response_items import INSTRUCTING, REFERENCE, Item, item_type, kept_item
 from jaxserve.server.schemas.responses import SEALED_REASONING, ResponsesBody, responses_names
 from jaxserve.server.state import ServerState
 
 PREVIOUS = "previous_response_id"  # the place of items that earlier responses have
+MAX_ITEMS = 20_000  # of a conversation: those of the input, of earlier turns, and those referred to
 ITEM_SIZE = 64  # how much the translation of an item costs, compared to a character of JSON
+
+
+class Size(NamedTuple):
+    """The size of a conversation, or of a part that the server keeps: items, and bytes of their JSON."""
+
+    items: int
+    data: int
+
+    def exceeds(self, limit: "Size") -> bool:
+        """Return whether this size is beyond a limit."""
+        return self.items > limit.items or self.data > limit.data
 
 
 async def create_response(
@@ -35,7 +48,7 @@ async def create_response(
         )
     id = f"resp_{uuid.uuid4().hex}"
     with responses_names(body):
-        turn, chat = await begin_turn(store, body, owner)
+        turn, chat = await begin_turn(state, body, owner)
         make = partial(conversation_job, state, request_id=id, headers=headers)
         work = await _fitting(make, chat) if body.truncation == "auto" else await make(chat)
     params = work.job.params[0]
@@ -56,19 +69,23 @@ async def create_response(
     if stores:
         log: list[bytes] | None = [] if body.background and body.stream else None
         stored = StoredResponse(id, turn, len(turn.items), background=body.background, log=log)
-    return RunningResponse(work, events, store, stored)
+    return RunningResponse(work, events, store, stored, body.repeated_size)
 
 
-async def begin_turn(store: ResponseStore, body: ResponsesBody, owner: Owner) -> tuple[Turn, ChatBody]:
+async def begin_turn(state: ServerState, body: ResponsesBody, owner: Owner) -> tuple[Turn, ChatBody]:
     """Return the turn that a body begins, and the chat completion that answers it.
 
-    Raise RequestError if an item is not valid, or if what it refers to is not kept.
+    Raise RequestError if an item is not valid, if what it refers to is not kept, or if the conversation has more items
+    or more bytes than a client could send.
     """
+    store = state.responses
     previous = store.previous(body.previous_response_id, owner)
-    history = [] if previous is None else previous.conversation()
     items = body.items()
-    ids = [item.get("id") for item in items if item.get("type") in (None, REFERENCE)]
-    referred = {id: store.item(id, owner) for id in ids if isinstance(id, str)}
+    ids = [id for item in items if item.get("type") in (None, REFERENCE) and isinstance(id := item.get("id"), str)]
+    referred = {id: store.item(id, owner) for id in ids}
+    sent = Size(len(items), sum(len(referred[id] or b"") for id in ids))
+    most = Size(MAX_ITEMS, state.settings.max_body_bytes)
+    history = _history(previous, sent, most, cut=body.truncation == "auto")
 
     def translate() -> tuple[Turn, ChatBody]:
         placed = [(f"input.{index}", item) for index, item in enumerate(items)]
@@ -79,8 +96,31 @@ async def begin_turn(store: ResponseStore, body: ResponsesBody, owner: Owner) ->
             turn.add([kept_item(item, turn.items)])
         return turn, chat
 
-    size = sum(turn.booked for turn in history) + sum(len(data) for data in referred.values() if data)
+    size = sum(turn.booked for turn in history) + sent.data
     return await off_loop_if_large(size + ITEM_SIZE * len(items), translate)
+
+
+def _history(previous: Turn | None, sent: Size, most: Size, *, cut: bool) -> list[Turn]:
+    """Return the turns of a conversation that a request continues, the first one first.
+
+    Raise RequestError if they have more items or bytes than `most`, together with what the request has `sent`. With
+    `cut`, leave out the oldest turns instead.
+    """
+    turns: list[Turn] = []
+    size, turn = sent, previous
+    while turn is not None and not size.exceeds(most):
+        size = Size(size.items + len(turn.items), size.data + sum(map(len, turn.items.values())))
+        if not (cut and size.exceeds(most)):
+            turns.append(turn)
+        turn = turn.previous
+    if sent.exceeds(most) or (size.exceeds(most) and not cut):
+        field = "input" if sent.exceeds(most) else PREVIOUS
+        raise ContextLengthExceeded(
+            f"{field}: the conversation has more than {most.items} items or {most.data} bytes (--max-body-mb)",
+            field=field,
+            limit=most.items,
+        )
+    return turns[::-1]
 
 
 def _resolved(item: Item, place: str, referred: Mapping[str, bytes | None]) -> Item:

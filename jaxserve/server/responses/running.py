@@ -22,13 +22,21 @@ LOGPROBS_SIZE = 100  # characters of JSON per listed token
 
 
 class RunningResponse:
-    """One response while it is generated. It is kept in `store` when it ends, unless `stored` is None."""
+    """One response while it is generated. It is kept in `store` when it ends, unless `stored` is None.
+
+    `repeated_size`: roughly the characters of JSON of what the response repeats of its request.
+    """
 
     def __init__(
-        self, work: ConversationJob, events: ResponseEvents, store: ResponseStore, stored: StoredResponse | None
+        self,
+        work: ConversationJob,
+        events: ResponseEvents,
+        store: ResponseStore,
+        stored: StoredResponse | None,
+        repeated_size: int = 0,
     ):
         self.events = events
-        self._work, self._store, self._stored = work, store, stored
+        self._work, self._store, self._stored, self._repeated_size = work, store, stored, repeated_size
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -41,33 +49,39 @@ class RunningResponse:
         async with contextlib.aclosing(self._work.job.run(self._work.client, stream=False)) as outputs:
             async for _, output in outputs:
                 await off_loop_if_large(_size(output), self._add, output)
-        data = await self._written()
+        data = await self.written()
         self._keep(data)
         return data
 
-    async def stream(self) -> AsyncGenerator[Json, None]:
+    async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of the response. It is kept before the last one, after which the client may continue it."""
         async with contextlib.aclosing(self._outputs()) as parts:
             async for part in parts:
                 if self.events.ended:
-                    self._keep(await self._written())
-                for event in part:
+                    self._keep(await self.written())
+                for event in await self._write(part):
                     yield event
 
-    def fail(self, error: Exception) -> list[Json]:
+    def fail(self, error: Exception) -> list[bytes]:
         """Return the last events of a stream that an error ends."""
         events = self.events.fail(error)
         if events:
             self._keep(to_json(self.events.response()))
-        return events
+        return _written_events(events)
 
-    def start(self) -> None:
-        """Generate the response in the background. Its client gets it, or its events, later."""
-        assert self._stored is not None
-        self._stored.running = self
-        self._store.put(self._stored)
-        self._log(self.events.begin())
+    async def start(self) -> bytes:
+        """Generate the response in the background, and return it as JSON. Its client gets the rest of it later.
+
+        Raise BackgroundFull if other responses in the background take the memory for it.
+        """
+        stored = self._stored
+        assert stored is not None
+        events = await self._write(self.events.begin())
+        stored.running, stored.data = self, await self.written()
+        stored.append(events)
+        self._store.put(stored)
         self._task = asyncio.create_task(self._in_background())
+        return stored.data
 
     async def cancel(self) -> None:
         """End a response in the background, unless it has ended already."""
@@ -88,43 +102,63 @@ class RunningResponse:
                 yield [*self.events.begin(), *self.events.run(), *self._add(output)]
 
     async def _in_background(self) -> None:
+        assert self._stored is not None
         try:
             async with contextlib.aclosing(self._outputs()) as parts:
                 async for part in parts:
-                    self._log(part)
+                    await self._log(part)
         except asyncio.CancelledError:
             self.events.cancel()
         except Exception as error:
             if not isinstance(error, JaxserveError):
                 logger.exception("a response in the background failed")
-            self._log(self.events.fail(error))
-        self._keep(await self._written())
-        self._log([])
+            self._stored.append(await self._write(self.events.fail(error)))
+        self._keep(await self.written())
+        self._stored.append([])
 
-    def _log(self, events: list[Json]) -> None:
-        if self._stored is not None:
-            self._stored.append(map(named_event, events))
+    async def _log(self, events: list[Json]) -> None:
+        """Add events to the log. Raise BackgroundFull if there is no memory for them."""
+        assert self._stored is not None
+        if self._stored.log is not None:
+            self._stored.append(await self._write(events))
+            if self._store.keeps(self._stored):
+                self._store.grow(self._stored)
+
+    async def _write(self, events: list[Json]) -> list[bytes]:
+        """Return the text of events. Those that repeat a large request or answer are written off the event loop."""
+        snapshots = sum("response" in event for event in events)
+        repeats = snapshots or any(event["type"].endswith(".done") for event in events)
+        size = snapshots * self._repeated_size + (self._output_size() if repeats else 0)
+        return await off_loop_if_large(size, _written_events, events)
 
     def _add(self, output: RequestOutput) -> list[Json]:
         self.events.cached_tokens = max(self.events.cached_tokens, output.num_cached_tokens)
         return [event for answer in output.outputs for event in self.events.add(answer)]
 
-    async def _written(self) -> bytes:
+    async def written(self) -> bytes:
+        """Return the response so far as JSON."""
         response = self.events.response()
-        return await off_loop_if_large(sum(map(_output_size, response["output"])), to_json, response)
+        return await off_loop_if_large(self._repeated_size + self._output_size(), to_json, response)
+
+    def _output_size(self) -> int:
+        return sum(map(_item_size, self.events.output))
 
     def _keep(self, data: bytes) -> None:
         """Keep the response, which has ended, unless its client has deleted it meanwhile."""
         stored = self._stored
         if stored is None:
             return
-        stored.running = None
+        self._store.end(stored)
         if stored.background and not self._store.keeps(stored):
             return
         stored.data = data
         stored.continuable = self.events.status in ("completed", "incomplete")
         stored.turn.add(map(_without_logprobs, self.events.output))
         self._store.put(stored)
+
+
+def _written_events(events: list[Json]) -> list[bytes]:
+    return [named_event(event) for event in events]
 
 
 def _without_logprobs(item: Json) -> Json:
@@ -139,7 +173,7 @@ def _size(output: RequestOutput) -> int:
     return sum(len(answer.token_ids) for answer in output.outputs) + sum(map(len, steps))
 
 
-def _output_size(item: Json) -> int:
+def _item_size(item: Json) -> int:
     """Return roughly the characters of an item's JSON."""
     parts = item.get("content", ())
     logprobs = sum(len(entry["top_logprobs"]) + 1 for part in parts for entry in part.get("logprobs", ()))

@@ -2,13 +2,13 @@
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pydantic_core import from_json, to_json
 
-from jaxserve.core.errors import RequestError
+from jaxserve.core.errors import QueueFull, RequestError
 from jaxserve.server.responses.items import Json
 from jaxserve.server.schemas.response_items import Item
 
@@ -24,6 +24,12 @@ class ResponseNotFound(RequestError):
 
     status = 404
     code = "not_found"
+
+
+class BackgroundFull(QueueFull):
+    """Raised if a client's responses in the background take too much memory, until some of them have ended."""
+
+    code = "background_full"
 
 
 class PreviousResponseNotFound(RequestError):
@@ -78,6 +84,18 @@ class StoredResponse:
     log: list[bytes] | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)  # set and replaced when the log grows or is complete
     booked: int = 0  # bytes
+    _log_bytes: int = 0
+
+    @property
+    def size(self) -> int:
+        """The memory that the response takes beside its turn, in bytes. While it runs, its prompt takes some too."""
+        prompt = 0 if self.running is None else self.turn.booked
+        return OVERHEAD + len(self.data) + self._log_bytes + prompt
+
+    @property
+    def num_items(self) -> int:
+        """The number of items in the conversation up to this response."""
+        return sum(len(turn.items) for turn in self.turn.conversation())
 
     def given(self) -> tuple[list[str], list[bytes]]:
         """Return the ids and the JSON of all items that the model was given: those of earlier turns, and the input."""
@@ -98,10 +116,11 @@ class StoredResponse:
                 return
             await news.wait()
 
-    def append(self, events: Iterable[bytes]) -> None:
+    def append(self, events: Sequence[bytes]) -> None:
         """Add events to the log if there is one, and wake those who follow it."""
         if self.log is not None:
             self.log += events
+            self._log_bytes += sum(map(len, events))
         self.news.set()
         self.news = asyncio.Event()
 
@@ -111,7 +130,7 @@ class ResponseStore:
 
     A response is visible to its owner alone. If there are too many, those of the owner who uses the most memory are
     dropped, the least recently used first, so that no client displaces the responses of others who keep little.
-    Responses that still run are not dropped.
+    Responses that still run are not dropped, but those of one owner take at most half of the memory.
     """
 
     def __init__(self, max_responses: int, max_bytes: int):
@@ -119,6 +138,7 @@ class ResponseStore:
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
         self._turns: dict[tuple[Owner, str], Turn] = {}  # by the ids of their items
         self._bytes: Counter[Owner] = Counter()
+        self._running_bytes: Counter[Owner] = Counter()  # of responses that run, without their turns
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -134,14 +154,19 @@ class ResponseStore:
         return self._bytes.total()
 
     def put(self, stored: StoredResponse) -> None:
-        """Keep a response, or book how it has grown, and drop others if there is no room."""
+        """Keep a response, or book how it has grown, and drop others if there is no room.
+
+        Raise BackgroundFull, and drop the response, if it runs and there is no room for it.
+        """
         if stored.id not in self._kept:
             self._kept[stored.id] = stored
             self._hold(stored.turn)
-        size = OVERHEAD + len(stored.data) + sum(map(len, stored.log or ()))
-        self._bytes[stored.turn.owner] += size - stored.booked
-        stored.booked = size
         self._book(stored.turn)
+        try:
+            self.grow(stored)
+        except BackgroundFull:
+            self._drop(stored)
+            raise
         if stored.booked + stored.turn.booked > self._max_bytes and stored.running is None:
             self._drop(stored)
         while len(self._kept) > self._max_responses or self.size > self._max_bytes:
@@ -149,6 +174,26 @@ class ResponseStore:
             if oldest is None:
                 return
             self._drop(oldest)
+
+    def grow(self, stored: StoredResponse) -> None:
+        """Book how a kept response has grown. Raise BackgroundFull if it runs and there is no room for it."""
+        self._resize(stored, stored.size)
+        used, limit = self._running_bytes[stored.turn.owner], self._max_bytes // 2
+        if stored.running is not None and used > limit:
+            raise BackgroundFull(
+                f"responses in the background take {used} bytes, of {limit} that they may take together "
+                "(half of --stored-responses-mb): send the request again later",
+                field="background",
+                value=used,
+                limit=limit,
+            )
+
+    def end(self, stored: StoredResponse) -> None:
+        """Note that a response does not run any more."""
+        booked = stored.booked
+        self._resize(stored, 0)
+        stored.running = None
+        self._resize(stored, booked)
 
     def get(self, id: str, owner: Owner) -> StoredResponse:
         """Return a response and mark it as used. Raise ResponseNotFound."""
@@ -200,7 +245,7 @@ class ResponseStore:
 
     def _drop(self, stored: StoredResponse) -> None:
         del self._kept[stored.id]
-        self._bytes[stored.turn.owner] -= stored.booked
+        self._resize(stored, 0)
         turn: Turn | None = stored.turn
         while turn is not None:
             turn.users -= 1
@@ -211,6 +256,13 @@ class ResponseStore:
                 if self._turns.get((turn.owner, id)) is turn:
                     del self._turns[turn.owner, id]
             turn.booked, turn = 0, turn.previous
+
+    def _resize(self, stored: StoredResponse, size: int) -> None:
+        change = size - stored.booked
+        self._bytes[stored.turn.owner] += change
+        if stored.running is not None:
+            self._running_bytes[stored.turn.owner] += change
+        stored.booked = size
 
     def _hold(self, turn: Turn) -> None:
         """Count a new use of a turn. One that nothing used before uses the turn before it."""

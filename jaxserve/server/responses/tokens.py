@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.core.request import CompletionOutput, Detokenizer, TokenLogprobs
 from jaxserve.parsing.events import Event, ReasoningDelta
-from jaxserve.parsing.reasoning import ReasoningSection
 
 
 @dataclass
@@ -74,8 +74,8 @@ class ReasoningTokens:
         if self._ended or self.section is None:
             return
         self._tail += text
-        end = self.section.form.end in self._tail
-        self._tail = self._tail[-len(self.section.form.end) :]
+        end = any(tag in self._tail for tag in self.section.ends)
+        self._tail = self._tail[-max(map(len, self.section.ends)) :]
         self._found |= end or any(isinstance(event, ReasoningDelta) for event in events)
         self._ended = end or not all(isinstance(event, ReasoningDelta) for event in events)
         if self._found or not self._ended:

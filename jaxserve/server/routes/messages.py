@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from jaxserve.server.answers.conversation import conversation_job
-from jaxserve.server.answers.prompts import encode, render
+from jaxserve.server.answers.prompts import count_prompt_tokens
 from jaxserve.server.errors import json_response, rename_error_fields, response_parts
 from jaxserve.server.http.offload import off_loop_if_large
 from jaxserve.server.http.streaming import EventStream, StreamFormat, named_event, while_connected
@@ -46,9 +46,8 @@ async def count_tokens(body: PromptBody, state: State) -> Response:
     state.check_model(body.model)
     chat = await _chat(state, body)
     with rename_error_fields({"prompt": "messages", **body.client_names}), announcing_long_prompts():
-        text = await render(client, chat)
-        (encoded,) = await encode(client, [text], add_special_tokens=False)
-    return json_response({"input_tokens": len(encoded.token_ids)}, headers={"request-id": new_request_id()})
+        tokens = await count_prompt_tokens(client, chat)
+    return json_response({"input_tokens": tokens}, headers={"request-id": new_request_id()})
 
 
 async def _chat(state: ServerState, body: PromptBody) -> ChatBody:

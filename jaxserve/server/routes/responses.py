@@ -1,15 +1,16 @@
 """/v1/responses: create, retrieve, cancel and delete responses, list their input, and count input tokens."""
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic_core import from_json
 
 from jaxserve.core.errors import RequestError
-from jaxserve.server.answers.prompts import encode, render
-from jaxserve.server.errors import json_response
+from jaxserve.server.answers.prompts import count_prompt_tokens
 from jaxserve.server.http.auth import key_number
-from jaxserve.server.http.streaming import EventStream, StreamFormat, named_event, while_connected
+from jaxserve.server.http.offload import off_loop_if_large
+from jaxserve.server.http.streaming import EventStream, StreamFormat, while_connected
 from jaxserve.server.responses.creation import begin_turn, create_response
 from jaxserve.server.responses.store import Owner, StoredResponse
 from jaxserve.server.routes.json_route import JsonRoute
@@ -21,7 +22,7 @@ with_body = APIRouter(route_class=JsonRoute, tags=["generation"])
 
 JSON = "application/json"
 # Clients know the end of a stream by its last event.
-FROM_LOG = StreamFormat(write=bytes, errors=lambda error: (), end=b"")
+WRITTEN = StreamFormat(write=bytes, errors=lambda error: (), end=b"")
 
 
 async def get_owner(request: Request, state: State) -> Owner:
@@ -38,12 +39,12 @@ async def create(body: ResponsesBody, request: Request, state: State, owner: Cli
     response = await create_response(state, body, owner, request.headers)
     headers = {"x-request-id": response.id}
     if body.background:
-        response.start()
+        whole = await response.start()
         if body.stream:
-            return await EventStream.start(request, response.follow(-1), headers, FROM_LOG)
-        return json_response(response.events.response(), headers=headers)
+            return await EventStream.start(request, response.follow(-1), headers, WRITTEN)
+        return Response(whole, headers=headers, media_type=JSON)
     if body.stream:
-        form = StreamFormat(named_event, response.fail, b"")
+        form = replace(WRITTEN, errors=response.fail)
         return await EventStream.start(request, response.stream(), headers, form)
     whole = await while_connected(request, response.whole())
     return Response(whole, headers=headers, media_type=JSON)
@@ -56,11 +57,10 @@ async def count_input_tokens(body: ResponsesBody, state: State, owner: Client) -
     state.check_model(body.model)
     body.check()
     with responses_names(body):
-        _, chat = await begin_turn(state.responses, body, owner)
-        state.formats().answer_format(chat, "")
-        text = await render(client, chat)
-        (encoded,) = await encode(client, [text], add_special_tokens=False)
-    return {"object": "response.input_tokens", "input_tokens": len(encoded.token_ids)}
+        _, chat = await begin_turn(state, body, owner)
+        await off_loop_if_large(body.repeated_size, state.formats().answer_format, chat, "")
+        tokens = await count_prompt_tokens(client, chat)
+    return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
 @router.get("/v1/responses/{response_id}", response_model=None)
@@ -75,10 +75,10 @@ async def retrieve(
     """Return a response, or the events of one in the background after the one with number `starting_after`."""
     stored = state.responses.get(response_id, owner)
     if not stream:
-        return _whole(stored)
+        return await _whole(stored)
     if stored.log is None:
         raise RequestError("stream needs a response that was created with background and stream", field="stream")
-    return await EventStream.start(request, stored.follow(starting_after), {}, FROM_LOG)
+    return await EventStream.start(request, stored.follow(starting_after), {}, WRITTEN)
 
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=None)
@@ -89,7 +89,7 @@ async def cancel(response_id: str, state: State, owner: Client) -> Response:
         raise RequestError("only responses that were created with background can be cancelled", field="response_id")
     if stored.running is not None:
         await stored.running.cancel()
-    return _whole(stored)
+    return await _whole(stored)
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -111,7 +111,13 @@ async def list_input_items(
     after: str | None = None,
 ) -> dict[str, Any]:
     """Return the items that the model was given, those of earlier responses included, a page at a time."""
-    ids, items = state.responses.get(response_id, owner).given()
+    stored = state.responses.get(response_id, owner)
+    return await off_loop_if_large(stored.num_items, _page, stored, limit, order, after)
+
+
+def _page(stored: StoredResponse, limit: int, order: str, after: str | None) -> dict[str, Any]:
+    """Return the list of at most `limit` items after the one with the id `after`; None: from the first one on."""
+    ids, items = stored.given()
     if order == "desc":
         ids, items = ids[::-1], items[::-1]
     if after is not None and after not in ids:
@@ -127,10 +133,8 @@ async def list_input_items(
     }
 
 
-def _whole(stored: StoredResponse) -> Response:
-    if stored.running is None:
-        return Response(stored.data, media_type=JSON)
-    return json_response(stored.running.events.response())
+async def _whole(stored: StoredResponse) -> Response:
+    return Response(stored.data if stored.running is None else await stored.running.written(), media_type=JSON)
 
 
 router.include_router(with_body)

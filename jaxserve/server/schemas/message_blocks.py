@@ -43,6 +43,18 @@ def chat_messages(
     return chat
 
 
+def num_blocks(content: Any) -> int:
+    """Return the number of content blocks, those inside of others included. A text counts as one."""
+    if not isinstance(content, list):
+        return 1
+    inner = (block.get("content") or block.get("source") for block in content if isinstance(block, Mapping))
+    return len(content) + sum(num_blocks(each["content"] if _has_content(each) else each) for each in inner if each)
+
+
+def _has_content(source: Any) -> bool:
+    return isinstance(source, Mapping) and "content" in source
+
+
 def _turns(messages: Sequence[Message], *, first_late: int, late_system: bool) -> Iterator[tuple[str, list[Block]]]:
     """Yield the role and the blocks of each turn. Consecutive messages of one role are one turn, as Anthropic says."""
     given = [(message.role, _blocks(f"messages.{i}.content", message.content)) for i, message in enumerate(messages)]

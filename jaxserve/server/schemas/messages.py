@@ -11,10 +11,11 @@ from jaxserve.server.schemas.body import Body
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.common import PRIORITY_BOUND
 from jaxserve.server.schemas.harmless import HARMLESS_IN_MESSAGES_API
-from jaxserve.server.schemas.message_blocks import Content, Message, chat_messages
+from jaxserve.server.schemas.message_blocks import Content, Message, chat_messages, num_blocks
 from jaxserve.server.schemas.unsupported import Unsupported
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+BLOCK_SIZE = 32  # how much the translation of a block costs, compared to a character of text
 # Templates know OpenAI's efforts.
 EFFORTS = {"xhigh": "high", "max": "high"}
 
@@ -102,8 +103,8 @@ class PromptBody(Body):
     @property
     def size(self) -> int:
         """Roughly the cost of `chat`, in the unit of `off_loop_if_large`."""
-        blocks = sum(1 if isinstance(message.content, str) else len(message.content) for message in self.messages)
-        return 32 * (blocks + len(self.messages) + len(self.tools or ()))
+        blocks = num_blocks(self.system) + sum(num_blocks(message.content) for message in self.messages)
+        return BLOCK_SIZE * (blocks + len(self.messages) + len(self.tools or ()))
 
     def chat(self, *, reasons: bool, late_system: bool = True) -> ChatBody:
         """Return the chat completion that asks the same. Raise RequestError, naming the field, if there is none.

@@ -9,6 +9,7 @@ from pydantic import FailFast, Field
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.server.errors import rename_field
+from jaxserve.server.http.offload import MAX_INLINE_SIZE
 from jaxserve.server.schemas.body import Body, expecting
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.common import PRIORITY_BOUND
@@ -226,6 +227,12 @@ class ResponsesBody(Body):
         if self.effort == "none":
             asked.setdefault("enable_thinking", False)
         return ChatBody.model_validate(asked)
+
+    @property
+    def repeated_size(self) -> int:
+        """Roughly the characters of JSON of `repeated`. Tools and formats count as large."""
+        large = self.tools or (self.text and self.text.format)
+        return MAX_INLINE_SIZE + 1 if large else len(self.instructions or "")
 
     def repeated(self) -> dict[str, Any]:
         """Return the fields of the response that repeat those of the body."""

@@ -47,7 +47,7 @@ def _use(field: str, *names: str, neutral: tuple[Any, ...] = EMPTY) -> dict[str,
     return _because(f"use {field}", *names, neutral=neutral)
 
 
-def _unknown(*names: str, neutral: tuple[Any, ...] = EMPTY) -> dict[str, Unsupported]:
+def _refused(*names: str, neutral: tuple[Any, ...] = EMPTY) -> dict[str, Unsupported]:
     return dict.fromkeys(names, Unsupported("", neutral))
 
 
@@ -63,8 +63,8 @@ UNSUPPORTED_IN_PROMPTS: Mapping[str, Unsupported] = {
     **_because("this model reads text only", "images", "image_data", "audio_data", "video_data"),
     **_because("send it as a message with role system", "system", "instructions", "instruction"),
     **_because("send the token ids as prompt to /v1/completions", "input_ids"),
-    **_unknown("prompt_embeds", "input_embeds", "negative_prompt", "safe_prompt", "input_prefix", "input_suffix"),
-    **_unknown("prompt_name", "input_type", "task", "context_shift", "raw", "plugins", "tool_ids", "session_params"),
+    **_refused("prompt_embeds", "input_embeds", "negative_prompt", "safe_prompt", "input_prefix", "input_suffix"),
+    **_refused("prompt_name", "input_type", "task", "context_shift", "raw", "plugins", "tool_ids", "session_params"),
     **_use("cache_salt", "extra_key"),
     **_use("add_special_tokens", "add_bos_token", neutral=(True,)),
     **_because("the model's own template is used", "chat_template", "template", "prompt_template"),
@@ -74,7 +74,7 @@ UNSUPPORTED_IN_PROMPTS: Mapping[str, Unsupported] = {
     **_because("use reasoning_effort in /v1/chat/completions", "reasoning"),
     **_because("it is for /v1/completions", "prompt"),
     **_use("enable_thinking or chat_template_kwargs", "think", "thinking", neutral=()),
-    **_unknown("truncate_prompt_tokens"),
+    **_refused("truncate_prompt_tokens"),
 }
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
@@ -84,7 +84,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_because("tools are for /v1/chat/completions", "tool_choice", neutral=("none", "auto")),
     **_use("response_format", "format", "response_schema", neutral=("",)),
     **_use("grammar", "grammar_string", neutral=("",)),
-    **_unknown("guided_whitespace_pattern"),
+    **_refused("guided_whitespace_pattern"),
     # lengths and stops under other names
     **_use("max_tokens", "n_predict", "num_predict", "max_new_tokens", "max_length", "max_gen_len", neutral=()),
     **_use("max_tokens", "max_output_tokens", "max_tokens_to_sample", "max_completion_tokens", neutral=()),
@@ -94,7 +94,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_use("stop_token_ids", "eos_token_id", "end_id", neutral=()),
     **_use("ignore_eos", "ban_eos_token", neutral=(False,)),
     **_use("include_stop_str_in_output", "no_stop_trim", neutral=(False,)),
-    **_unknown("t_max_predict_ms", "max_time", "n_indent", neutral=(0, -1)),
+    **_refused("t_max_predict_ms", "max_time", "n_indent", neutral=(0, -1)),
     # sampling under other names
     **_use("seed", "random_seed", "sampling_seed", neutral=()),
     **_use("seed", "sampler_seed", neutral=(-1,)),
@@ -104,20 +104,20 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_use("logit_bias", "logits_bias", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"),
     **_use("bad_words", "bad_words_ids", "banned_strings", "banned_tokens", "custom_token_bans"),
     # unsupported sampling
-    **_unknown("use_beam_search", "logits_processors", "logits_processor", "custom_logit_processor", "custom_params"),
-    **_unknown("vllm_xargs", "samplers", "sampler_priority", "sampler_order", "temperature_last", "watermark"),
-    **_unknown("watermarking"),
-    **_unknown("dynamic_temperature", "force_words_ids", "repetition_detection", "exponential_decay_length_penalty"),
-    **_unknown("forced_bos_token_id", "forced_eos_token_id", "logprob_token_ids", "token_ids_logprob", neutral=()),
-    **_unknown("num_beams", "beam_width", "length_penalty", "len_penalty", "guidance_scale", neutral=(1,)),
-    **_unknown("typical_p", "typical", "tfs_z", "tfs", "encoder_repetition_penalty", neutral=(1,)),
-    **_unknown("mirostat", "mirostat_mode", "dynatemp_range", "xtc_probability", "dry_multiplier", neutral=OFF),
-    **_unknown("top_a", "min_keep", "epsilon_cutoff", "eta_cutoff", "smoothing_factor", "skew", neutral=OFF),
-    **_unknown("penalty_alpha", "diversity_penalty", "no_repeat_ngram_size", neutral=OFF),
-    **_unknown("top_n_sigma", "nsigma", "adaptive_target", neutral=(0, -1)),
+    **_refused("use_beam_search", "logits_processors", "logits_processor", "custom_logit_processor", "custom_params"),
+    **_refused("vllm_xargs", "samplers", "sampler_priority", "sampler_order", "temperature_last", "watermark"),
+    **_refused("watermarking"),
+    **_refused("dynamic_temperature", "force_words_ids", "repetition_detection", "exponential_decay_length_penalty"),
+    **_refused("forced_bos_token_id", "forced_eos_token_id", "logprob_token_ids", "token_ids_logprob", neutral=()),
+    **_refused("num_beams", "beam_width", "length_penalty", "len_penalty", "guidance_scale", neutral=(1,)),
+    **_refused("typical_p", "typical", "tfs_z", "tfs", "encoder_repetition_penalty", neutral=(1,)),
+    **_refused("mirostat", "mirostat_mode", "dynatemp_range", "xtc_probability", "dry_multiplier", neutral=OFF),
+    **_refused("top_a", "min_keep", "epsilon_cutoff", "eta_cutoff", "smoothing_factor", "skew", neutral=OFF),
+    **_refused("penalty_alpha", "diversity_penalty", "no_repeat_ngram_size", neutral=OFF),
+    **_refused("top_n_sigma", "nsigma", "adaptive_target", neutral=(0, -1)),
     **_because("penalties look at all tokens", "repeat_last_n", neutral=(-1,)),
     **_because("penalties look at all tokens", "rep_pen_range", "repetition_penalty_range", neutral=(-1, 0)),
-    **_unknown("penalize_nl", neutral=(False,)),
+    **_refused("penalize_nl", neutral=(False,)),
     **_use("echo", "return_full_text", neutral=(False,)),
     # reasoning
     **_use("thinking_token_budget", "thinking_budget", "thinking_budget_tokens", "reasoning_budget", neutral=(-1,)),
@@ -125,30 +125,30 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_because("it is for /v1/chat/completions", "include_reasoning", neutral=(True,)),
     **_use("include_reasoning", "separate_reasoning", neutral=(True,)),
     **_use("include_reasoning", "reasoning_format", neutral=("auto", "deepseek")),
-    **_unknown("stream_reasoning", neutral=(True,)),
+    **_refused("stream_reasoning", neutral=(True,)),
     # contents of the answer
     **_because("it is for /v1/completions", "echo", "suffix"),
-    **_unknown("enable_code_interpreter", "translation_options"),
-    **_unknown("enable_search", "search_options", "search_parameters", "web_search_options"),
+    **_refused("enable_code_interpreter", "translation_options"),
+    **_refused("enable_search", "search_options", "search_parameters", "web_search_options"),
     **_because("an answer is sent in the response to its request", "background", "deferred"),
     **_because("an answer of this endpoint is sent as a whole", "stream", neutral=(False,)),
-    **_unknown("best_of", neutral=(1,)),
+    **_refused("best_of", neutral=(1,)),
     **_use("logprobs", "top_logprobs", "top_logprobs_num", "n_probs", "top_n_tokens", neutral=(0,)),
     **_use("logprobs", "return_logprob", "details", neutral=(False,)),
     **_use("prompt_logprobs", "decoder_input_details", neutral=(False,)),
     **_use("prompt_logprobs", "logprob_start_len", neutral=(-1,)),
     **_use("return_token_ids", "return_tokens", "return_prompt_token_ids", neutral=(False,)),
     **_use("return_token_ids", "detokenize", neutral=(True,)),
-    **_unknown("return_token_ids", "return_tokens_as_token_ids", "return_text_in_logprobs", "post_sampling_probs"),
-    **_unknown("return_hidden_states", "return_routed_experts", "response_fields", "return_meta_info"),
-    **_unknown("return_prompt_text", "return_token_offsets", "return_cached_tokens_details"),
+    **_refused("return_token_ids", "return_tokens_as_token_ids", "return_text_in_logprobs", "post_sampling_probs"),
+    **_refused("return_hidden_states", "return_routed_experts", "response_fields", "return_meta_info"),
+    **_refused("return_prompt_text", "return_token_offsets", "return_cached_tokens_details"),
     **_because("this model writes text only", "audio"),
     **_because("this model writes text only", "modalities", neutral=(["text"], [])),
     **_because("this model has one verbosity", "verbosity", neutral=("medium",)),
     **_because("a stream holds what is new", "incremental_output", neutral=(True,)),
-    **_unknown("result_format", neutral=("message",)),
+    **_refused("result_format", neutral=("message",)),
     # embeddings
-    **_unknown("late_chunking", "pooling"),
+    **_refused("late_chunking", "pooling"),
     **_use("dimensions", "output_dimension", neutral=()),
     **_because("embeddings have length 1", "normalize", "normalized", "use_activation", neutral=(True,)),
     **_because("embeddings are little-endian float32", "embed_dtype", "output_dtype", neutral=("float32", "float")),
@@ -179,7 +179,7 @@ UNSUPPORTED_IN_MESSAGES: Mapping[str, Unsupported] = {
     **_use("continue_final_message, with add_generation_prompt false,", "prefix", "partial"),
     **_use("reasoning_content", "thinking"),
     **_because("send it as content", "refusal", "parts"),
-    **_unknown("invalid_tool_calls"),
+    **_refused("invalid_tool_calls"),
 }
 
 CROSS_ENCODER = "this model is not a cross-encoder: a score is the cosine of two embeddings"
@@ -195,7 +195,7 @@ UNSUPPORTED_IN_SCORING: Mapping[str, Unsupported] = {
     **_because("give the text to rank by as text", "rank_fields"),
     **_use("documents", "texts"),
     **_use("return_documents", "return_text"),
-    **_unknown("return_embeddings"),
+    **_refused("return_embeddings"),
 }
 
 UNSUPPORTED_IN_DOCUMENTS: Mapping[str, Unsupported] = {
@@ -213,10 +213,10 @@ UNSUPPORTED_IN_RESPONSES: Mapping[str, Unsupported] = {
     **_use("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     **_use("structured_outputs", "json_schema", "grammar", "regex", "ebnf"),
     **_use("include", "logprobs"),
-    **_unknown("n", neutral=(1,)),
-    **_unknown("conversation", "prompt", "context_management", "moderation", "background_options"),
-    **_unknown("image", "access_programs", "personality"),
-    **_unknown("prompt_logprobs", "return_token_ids", "enable_response_messages", "previous_input_messages"),
+    **_refused("n", neutral=(1,)),
+    **_refused("conversation", "prompt", "context_management", "moderation", "background_options"),
+    **_refused("image", "access_programs", "personality"),
+    **_refused("prompt_logprobs", "return_token_ids", "enable_response_messages", "previous_input_messages"),
     **_because("the model chooses what it shows of earlier reasoning", "context", neutral=("auto",)),
     **_because("this model has one mode", "mode", neutral=("standard",)),
 }

@@ -1,0 +1,95 @@
+"""Grammars whose compilation would end or fill the process are refused, because they are tried in another one first."""
+
+import pytest
+
+from jaxserve.core.bundled import bundled_model_path
+from jaxserve.core.errors import RequestError
+from jaxserve.core.structured import StructuredOutput
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.structured import compiler as compiler_module
+from jaxserve.structured.compiler import LLGrammarCompiler
+from jaxserve.structured.trial import TOO_LARGE, GrammarTrials
+
+RULES = 5000
+
+
+def chain(first: str, link: str, last: str) -> str:
+    """Return a text of rules each of which needs the next one."""
+    return "\n".join([first, *(link.format(i, i + 1) for i in range(RULES)), last.format(RULES)])
+
+
+FATAL = {
+    "chain of rules": StructuredOutput(grammar=chain("start: r0", 'r{}: "a" r{}', 'r{}: "z"')),
+    "chain of terminals": StructuredOutput(grammar=chain("start: R0", 'R{}: "a" R{}', 'R{}: "z"')),
+    "circle of rules": StructuredOutput(grammar=chain("start: r0", 'r{}: r{} "a" |', "r{}: r0")),
+    "chain of references": StructuredOutput(
+        json={"$ref": "#/$defs/0", "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(RULES)}}
+    ),
+    "long expression": StructuredOutput(regex="a?" * 100_000),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(bundled_model_path())
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer) -> LLGrammarCompiler:
+    return LLGrammarCompiler(tokenizer, tokenizer.eos_token_ids)
+
+
+@pytest.mark.parametrize("kind", FATAL)
+def test_a_grammar_that_would_end_the_process_is_refused(compiler, kind) -> None:
+    with pytest.raises(RequestError, match=TOO_LARGE):
+        compiler.compile(FATAL[kind])
+    assert compiler.compile(StructuredOutput(regex="a+")).start().error == ""
+
+
+def test_a_grammar_of_many_rules_is_compiled(compiler) -> None:
+    rules = "\n".join(f'r{i}: "a{i}" r{(i + 7) % 300}?' for i in range(300))
+    compiler.compile(StructuredOutput(grammar="start: " + " | ".join(f"r{i}" for i in range(300)) + "\n" + rules))
+
+
+def test_a_trial_tells_the_error_and_the_memory() -> None:
+    trials = GrammarTrials(300, {"<end>": 299}, 299)
+    invalid, special, small, large = trials.run(
+        ("regex", "a)"), ("grammar", 'start: "a" <[299]>'), ("regex", "a?" * 300), ("regex", "a?" * 3000)
+    )
+    assert "a)" in invalid.error
+    assert special.error == small.error == large.error == ""
+    assert large.size > small.size
+
+
+def test_an_error_names_the_part_at_fault(compiler) -> None:
+    parts = [StructuredOutput(json={"type": kind}, place=f"tools.{kind}") for kind in ("object", "nothing")]
+    grammar = 'start: %json {"type": "nothing"}'
+    with pytest.raises(RequestError) as refused:
+        compiler.compile(StructuredOutput(grammar=grammar, place="tools", parts=parts))
+    assert refused.value.field == "tools.nothing"
+
+
+def test_a_trial_starts_another_process_if_the_first_has_ended() -> None:
+    trials = GrammarTrials(300, {}, 299)
+    trials.start()
+    assert trials._process is not None
+    trials._process.kill()
+    trials._process.wait()
+    assert not trials.run(("regex", "a"))[0].error
+
+
+def test_the_process_of_trials_ends_with_them() -> None:
+    trials = GrammarTrials(300, {}, 299)
+    trials.start()
+    process = trials._process
+    assert process is not None
+    assert process.poll() is None
+    del trials
+    assert process.poll() is not None
+
+
+def test_grammars_are_dropped_if_they_take_too_much_memory_together(tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(compiler_module, "CACHED_BYTES", 1)
+    compiler = LLGrammarCompiler(tokenizer, tokenizer.eos_token_ids)
+    large = StructuredOutput(choice=[f"value {i}" for i in range(5000)])
+    assert compiler.compile(large) is not compiler.compile(large)
