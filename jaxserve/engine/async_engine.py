@@ -311,6 +311,10 @@ class AsyncEngine:
             token_ids = await self._encode(prompt)
         else:
             token_ids = prompt.token_ids
+        if params.structured is None:
+            grammar = grammar_of(params, self._grammars)  # nothing to compile
+        else:
+            grammar = await asyncio.to_thread(grammar_of, params, self._grammars)
         return Request(
             id=request_id or f"request-{next(self._ids)}",
             prompt_token_ids=token_ids,
@@ -321,7 +325,7 @@ class AsyncEngine:
             salt=salt,
             embed=embed,
             stream=stream,
-            grammar=None if params.structured is None else await asyncio.to_thread(grammar_of, params, self._grammars),
+            grammar=grammar,
             trace=trace,
         )
 

@@ -91,6 +91,7 @@ def nothing_allowed(sequence: Sequence) -> RequestError:
     params = sequence.params
     names = [] if params.structured is None else [params.structured.name]
     names += [] if params.allowed_token_ids is None else ["allowed_token_ids"]
+    names += [] if params.reasoning is None or params.reasoning.max_tokens is None else ["reasoning.max_tokens"]
     allow = "allows" if len(names) == 1 else "together allow"
     message = f"{' and '.join(names)} {allow} no token that bad_words, min_tokens and logit_bias do not forbid"
     return RequestError(message, field=names[0])

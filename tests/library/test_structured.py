@@ -1,5 +1,6 @@
 """Structured answers follow their grammars in every mode of generation, beside answers that have none."""
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from dataclasses import replace
 import jsonschema
 import pytest
 
-from jaxserve import LLM, GrammarTooComplex, RequestError, SamplingParams, StructuredOutput
+from jaxserve import LLM, AsyncLLM, GrammarTooComplex, RequestError, SamplingParams, StructuredOutput
 from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.structured.compiler import LLAnswer
 from tests.support.internals import core_of
@@ -182,3 +183,22 @@ def test_budget_ends_the_reasoning_of_free_text(llm):
     tokens = output.outputs[0].token_ids
     assert llm.tokenizer.decode(tokens[:5]) + "</think>" == output.outputs[0].text.partition("</think>")[0] + "</think>"
     assert len(tokens) == 20
+
+
+def test_budget_ends_the_reasoning_of_free_text_beside_other_requests():
+    section = ReasoningSection("<think>", "</think>", begun=True, max_tokens=5)
+    params = SamplingParams(temperature=1, seed=3, max_tokens=20, ignore_eos=True, reasoning=section)
+
+    async def main() -> str:
+        async with AsyncLLM(max_num_seqs=2, max_model_len=256, kv_pages=40, warmup=False) as llm:
+            return "".join([piece.outputs[0].text async for piece in llm.stream("def f(", params)])
+
+    assert "</think>" in asyncio.run(main())
+
+
+def test_end_tag_that_may_not_be_written_is_an_error_that_names_the_budget(llm):
+    section = ReasoningSection("<think>", "</think>", begun=True, max_tokens=0)
+    first = llm.tokenizer.token(llm.tokenizer.encode("</think>", add_special_tokens=False)[0])
+    params = SamplingParams(max_tokens=20, reasoning=section, bad_words=[first])
+    with pytest.raises(RequestError, match=r"reasoning\.max_tokens allows no token that bad_words"):
+        llm.generate(["def f("], params, use_tqdm=False)

@@ -369,9 +369,10 @@ def test_budget_is_refused_for_a_model_without_reasoning():
     assert refusal(http, thinking_token_budget=7)["param"] == "thinking_token_budget"
 
 
-def test_continued_answer_may_begin_inside_its_reasoning():
+@pytest.mark.parametrize("content", ["<think>so far ", [{"type": "text", "text": "<think>so far "}]])
+def test_continued_answer_may_begin_inside_its_reasoning(content):
     http, _ = http_of("still</think>answer")
-    messages = [*ASK, {"role": "assistant", "content": "<think>so far "}]
+    messages = [*ASK, {"role": "assistant", "content": content}]
     fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     message = whole(http, **fields)["message"]
     assert (message["reasoning_content"], message["content"]) == ("still", "answer")

@@ -72,8 +72,7 @@ class Conversation(ToolsBody):
         """Return the beginning of the answer if the last message is to be continued, else None."""
         if not self.continue_final_message:
             return None
-        content = self.messages[-1].content
-        return content if isinstance(content, str) else ""
+        return text_of(self.messages[-1].content or "")
 
     def template_variables(self) -> dict[str, Any]:
         """Return the keyword arguments of `Tokenizer.apply_chat_template`.
