@@ -1,31 +1,24 @@
 """The compiler of grammars: from what a request demands to a matcher of tokens, by llguidance."""
 
+import contextlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.core.structured import JSON_WHITESPACE, Grammar, StructuredOutput
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.structured.errors import plain, schema_error
+from jaxserve.structured.limits import LIMITS
 from jaxserve.structured.reasoning import ReasonedGrammar
 from jaxserve.structured.structural_tag import structural_tag_grammar
 
 CACHED = 256  # compiled grammars, the least recently used ones are dropped
-# Work of llguidance: at most about 80 ms for compiling a grammar, and some 10 ms for one token, for which all other
-# answers wait. With its defaults an ambiguous grammar of three lines took 600 ms for one token. Schemas need 0.01 to
-# 0.1 ms.
-LIMITS = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 50_000,
-    "step_max_items": 2_000,
-    "max_items_in_row": 1_000,
-}
 
 
 class LLGrammarCompiler:
@@ -38,7 +31,6 @@ class LLGrammarCompiler:
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._prepared: LLTokenizer | None = None
-        self._limits = LLParserLimits(**LIMITS, verbose_errors=False)
 
     def compile(self, structured: StructuredOutput) -> "CompiledGrammar":
         """Return the grammar, from the cache if it has it. Raise `RequestError` that says what is wrong where."""
@@ -50,7 +42,7 @@ class LLGrammarCompiler:
                 self._cache.move_to_end(key)
                 return self._cache[key]
         source = _source(structured, self._tokenizer)
-        matcher = LLMatcher(self._ll_tokenizer(), source, log_level=0, limits=self._limits)
+        matcher = LLMatcher(self._ll_tokenizer(), source, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that is too complex for its first token is refused, too
         if matcher.is_error():
@@ -105,7 +97,7 @@ class LLAnswer:
 
     @property
     def error(self) -> str:
-        return _plain(self._matcher.get_error())
+        return plain(self._matcher.get_error())
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
@@ -152,27 +144,8 @@ def _source(structured: StructuredOutput, tokenizer: Tokenizer) -> str:
 
 
 def _refusal(structured: StructuredOutput, message: str) -> RequestError:
-    """Return the error for a client: what llguidance says, and where a schema has an unsupported keyword."""
-    if structured.kind == "json" and message.startswith("Unimplemented keys: "):
-        keywords = json.loads(message.removeprefix("Unimplemented keys: "))
-        where = dict.fromkeys(_places(json.loads(structured.text), keywords))
-        message = f"the keyword {keywords[0]!r} is not supported ({', '.join(where) or 'at #'})"
-    return RequestError(f"{structured.name} cannot be used: {_plain(message)}", field=structured.name)
-
-
-def _plain(message: str) -> str:
-    """Return a message of llguidance without its note that it has no details."""
-    return message.removesuffix("<non-verbose/>").strip()
-
-
-def _places(schema: Any, keywords: list[str], path: str = "#") -> Iterator[str]:
-    """Yield the JSON pointers at which a schema has one of the keywords."""
-    if isinstance(schema, Mapping):
-        for key, value in schema.items():
-            place = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
-            if key in keywords:
-                yield place
-            yield from _places(value, keywords, place)
-    elif isinstance(schema, list):
-        for index, value in enumerate(schema):
-            yield from _places(value, keywords, f"{path}/{index}")
+    """Return the error for a client: what is wrong with a schema and where, or what llguidance says of the rest."""
+    if structured.kind == "json":
+        with contextlib.suppress(ValueError, RecursionError):  # of text that is no JSON
+            message = schema_error(json.loads(structured.text)) or message
+    return RequestError(f"{structured.name} cannot be used: {plain(message)}", field=structured.name)

@@ -11,6 +11,7 @@ from llguidance import grammar_from, regex_to_lark
 
 from jaxserve.core.structured import JSON_WHITESPACE
 from jaxserve.parsing.grammar import literal
+from jaxserve.structured.errors import grammar_error, schema_error
 
 MAX_REPEAT = 10_000
 UNLIMITED = ("any_text", "triggered_tags")  # formats that end where the text after them begins
@@ -89,10 +90,15 @@ class _Writer:
         schema = form.get("json_schema")
         if not isinstance(schema, Mapping):
             raise StructuralTagError(f"{place}.json_schema", "must be a JSON schema")
+        if wrong := schema_error(schema):
+            raise StructuralTagError(f"{place}.json_schema", wrong)
         return self._rule(f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': JSON_WHITESPACE}})}")
 
     def _write_regex(self, form: Mapping[str, Any], ends: Sequence[str], place: str) -> str:
-        return self._rule(f"/{regex_to_lark(_text(form, 'pattern', place))}/")
+        pattern = _text(form, "pattern", place)
+        if wrong := grammar_error(grammar_from("regex", pattern)):
+            raise StructuralTagError(f"{place}.pattern", wrong)
+        return self._rule(f"/{regex_to_lark(pattern)}/")
 
     def _write_grammar(self, form: Mapping[str, Any], ends: Sequence[str], place: str) -> str:
         try:
