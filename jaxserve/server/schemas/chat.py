@@ -117,7 +117,7 @@ class ChatBody(Conversation, SamplingBody):
     @property
     def client_names(self) -> dict[str, str]:
         """Names that the client uses for parameters of the engine, where they differ."""
-        names = {"logprobs": "top_logprobs"}
+        names = {"logprobs": "top_logprobs", "reasoning.max_tokens": "thinking_token_budget"}
         return names if self.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
     @property

@@ -142,6 +142,7 @@ class PromptBody(Body):
         names = {
             "stop": "stop_sequences",
             "tool_choice.function.name": "tool_choice.name",
+            "reasoning.max_tokens": "thinking.budget_tokens",
             "response_format.json_schema.schema": f"{self._format_place}.schema",
         }
         for i in range(len(self.tools or ())):

@@ -76,6 +76,7 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "reasoning_effort": "reasoning.effort",
+    "reasoning.max_tokens": "thinking_token_budget",
     "tool_choice.allowed_tools.tools": "tool_choice.tools",
     "tool_choice.function.name": "tool_choice.name",
 }
