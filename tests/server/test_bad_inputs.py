@@ -442,7 +442,15 @@ def test_unsupported_chat_feature_is_refused(http, body):
     assert "not supported" in error_of(http.post(CHAT, json=body))["message"]
 
 
-@pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}, {"response_format": {"type": "text"}}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "none"},
+        {"tools": []},
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": {"json": None, "regex": None, "json_object": False}},
+    ],
+)
 def test_fields_that_change_nothing_are_accepted(http, fields):
     assert http.post(CHAT, json={"messages": MESSAGES, **fields}).status_code == 200
 
