@@ -11,13 +11,14 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.reasoning import ReasoningSection
-from jaxserve.core.structured import JSON_WHITESPACE, Grammar, StructuredOutput
+from jaxserve.core.structured import JSON_WHITESPACE, NOTHING_LEFT, Grammar, StructuredOutput
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.structured.errors import plain, schema_error
 from jaxserve.structured.limits import LIMITS
 from jaxserve.structured.reasoning import ReasonedGrammar
 from jaxserve.structured.structural_tag import structural_tag_grammar
 
+FORBIDDEN = "doesn't satisfy the grammar"  # what llguidance says of a token that is not allowed
 CACHED = 256  # compiled grammars, the least recently used ones are dropped
 
 
@@ -34,8 +35,6 @@ class LLGrammarCompiler:
 
     def compile(self, structured: StructuredOutput) -> "CompiledGrammar":
         """Return the grammar, from the cache if it has it. Raise `RequestError` that says what is wrong where."""
-        for part in structured.parts:
-            self.compile(part)
         key = structured.kind, structured.text
         with self._lock:
             if key in self._cache:
@@ -46,6 +45,8 @@ class LLGrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that is too complex for its first token is refused, too
         if matcher.is_error():
+            for part in structured.parts:
+                self.compile(part)  # raises the error of the part at fault
             raise _refusal(structured, matcher.get_error())
         grammar = CompiledGrammar(matcher)
         with self._lock:
@@ -97,7 +98,8 @@ class LLAnswer:
 
     @property
     def error(self) -> str:
-        return plain(self._matcher.get_error())
+        message = plain(self._matcher.get_error())
+        return NOTHING_LEFT if FORBIDDEN in message else message
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)

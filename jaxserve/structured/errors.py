@@ -10,6 +10,7 @@ from jaxserve.core.structured import MAX_GRAMMAR
 from jaxserve.structured.limits import LIMITS
 
 DEFINITIONS = ("$defs", "definitions")
+OPTIONS = ("x-guidance",)  # those of llguidance for a whole schema
 # Keywords whose values are schemas by name. The definitions come first: the fault of a schema to which others refer is
 # in the definition.
 BY_NAME = (*DEFINITIONS, "properties", "patternProperties")
@@ -48,12 +49,13 @@ def _smallest(root: Mapping[str, Any], message: str) -> tuple[str, Mapping[str, 
     The last part that was found, if the search takes too long.
     """
     definitions = {name: root[name] for name in DEFINITIONS if name in root}
+    options = {name: root[name] for name in OPTIONS if name in root}
     place, found, tries, characters = "#", root, 0, 0
     parts = _parts(root, place)
     while (part := next(parts, None)) is not None:
-        text = json.dumps(part[1])
+        text = json.dumps({**options, **part[1]})
         if definitions and '"$ref"' in text:
-            text = json.dumps({**definitions, **part[1]})
+            text = json.dumps({**definitions, **options, **part[1]})
         tries, characters = tries + 1, characters + len(text)
         if tries > MAX_TRIES or characters > MAX_CHARACTERS:
             break

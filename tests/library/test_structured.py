@@ -131,6 +131,13 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(llm: LLM) -> 
     assert texts(llm, PROMPTS, RANDOM)
 
 
+def test_a_grammar_that_becomes_too_complex_with_a_token_says_so(llm: LLM) -> None:
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(800)}}
+    grammar = StructuredOutput(grammar=f'%llguidance {{}}\nstart: "Here it is: " last\nlast: %json {json.dumps(wide)}')
+    with pytest.raises(GrammarTooComplex, match=r"grammar cannot go on: .*Too many items"):
+        llm.generate(PROMPTS[:1], replace(RANDOM, structured=grammar), use_tqdm=False)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_preempted_answers_go_on_in_their_grammar(overlap: bool) -> None:
     regex = "([a-z] ){50,60}!"

@@ -261,6 +261,26 @@ def test_strict_tool_is_constrained_also_if_the_model_may_choose():
     assert '"required": ["city"]' in grammar
 
 
+def test_arguments_are_an_object_whatever_else_the_schema_allows():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": ["object", "null"]}}}
+    assert '"type": "object"' in grammar_for(tools=[tool], tool_choice="required")
+
+
+def test_schemas_of_all_tools_are_at_hand_for_errors_of_their_grammar():
+    http, engine = http_of()
+    whole(http, tools=[WEATHER, TIME], tool_choice="required")
+    places = [part.place for part in engine.seen[-1][1].structured.parts]
+    assert places == ["tools.0.function.parameters", "tools.1.function.parameters"]
+
+
+def test_patterns_that_look_around_are_left_out_unless_strict():
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!x)"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    strict = {"type": "function", "function": {**tool["function"], "name": "g", "strict": True}}
+    grammar = grammar_for(tools=[tool, strict], tool_choice="required")
+    assert grammar.count("(?!x)") == 1
+
+
 def test_response_format_applies_to_answers_without_calls():
     schema = {"type": "object", "properties": {"marker": {"type": "string"}}}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
@@ -280,6 +300,10 @@ def test_response_format_applies_to_answers_without_calls():
         ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}, "tools.0.function.parameters"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
+            "tools.0.function.parameters",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "a", "strict": 5}}]}, "tools.0.function.strict"),
         (
             {"tools": [{"type": "function", "function": {"name": "a", "description": 5}}]},

@@ -14,6 +14,7 @@ from jaxserve.parsing.grammar import tool_grammar
 from jaxserve.parsing.parser import AnswerFormat
 from jaxserve.parsing.reasoning import ReasoningFormat
 from jaxserve.parsing.registry import NONE, reasoning_format, tool_format
+from jaxserve.parsing.schemas import guided, object_schema
 from jaxserve.parsing.tools import Tool
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.settings import ServerSettings
@@ -63,7 +64,7 @@ class AnswerFormats:
         use = form.use
         if use is None or form.form is None or not (use.constrained or asked):
             return asked
-        parts = tuple(_strict_schema(tool) for tool in use.tools if tool.strict)
+        parts = tuple(_schema(tool) for tool in use.tools)
         text = ""
         if asked is not None and not use.required:
             text, parts = _rule(asked), (*parts, asked)
@@ -89,8 +90,8 @@ class AnswerFormats:
         return any(text in self.special_tokens for text in (*tags, *(() if form.form is None else form.form.markers)))
 
 
-def _strict_schema(tool: Tool) -> StructuredOutput:
-    return StructuredOutput(json={"type": "object", **(tool.parameters or {})}, place=tool.place)
+def _schema(tool: Tool) -> StructuredOutput:
+    return StructuredOutput(json=guided(object_schema(tool), tool.strict), place=tool.place)
 
 
 def _rule(asked: StructuredOutput) -> str:
