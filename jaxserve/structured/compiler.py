@@ -35,6 +35,8 @@ class LLGrammarCompiler:
 
     def compile(self, structured: StructuredOutput) -> "CompiledGrammar":
         """Return the grammar, from the cache if it has it. Raise `RequestError` that says what is wrong where."""
+        for part in structured.parts:
+            self.compile(part)
         key = structured.kind, structured.text
         with self._lock:
             if key in self._cache:
@@ -45,7 +47,7 @@ class LLGrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that is too complex for its first token is refused, too
         if matcher.is_error():
-            for part in structured.parts:
+            for part in structured.loose_parts:
                 self.compile(part)  # raises the error of the part at fault
             raise _refusal(structured, matcher.get_error())
         grammar = CompiledGrammar(matcher)

@@ -269,7 +269,7 @@ def test_arguments_are_an_object_whatever_else_the_schema_allows():
 def test_schemas_of_all_tools_are_at_hand_for_errors_of_their_grammar():
     http, engine = http_of()
     whole(http, tools=[WEATHER, TIME], tool_choice="required")
-    places = [part.place for part in engine.seen[-1][1].structured.parts]
+    places = [part.place for part in engine.seen[-1][1].structured.loose_parts]
     assert places == ["tools.0.function.parameters", "tools.1.function.parameters"]
 
 

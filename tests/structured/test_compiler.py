@@ -189,12 +189,12 @@ def test_a_grammar_that_becomes_too_complex_says_so(compiler, tokenizer) -> None
     assert not mask.any(), "no token can be sampled, which ends the request"
 
 
-@pytest.mark.parametrize("lenient", [False, True])
-def test_error_of_a_grammar_made_of_parts_is_that_of_the_part_at_fault(compiler, lenient: bool) -> None:
+@pytest.mark.parametrize(("lenient", "field"), [(False, "parts"), (True, "loose_parts")])
+def test_error_of_a_grammar_made_of_parts_is_that_of_the_part_at_fault(compiler, lenient: bool, field: str) -> None:
     options = {"x-guidance": {"lenient": lenient}}
     schemas = [{**options, "items": {"type": "integer"}}, {**options, "items": {"type": "strnig"}}]
     parts = [StructuredOutput(json=schema, place=f"tools.{i}") for i, schema in enumerate(schemas)]
     grammar = "\n".join(["%llguidance {}", "start: a b", *map("{}: %json {}".format, "ab", map(json.dumps, schemas))])
     with pytest.raises(RequestError, match=r"tools\.1 cannot be used: Invalid type: strnig \(#/items\)$") as error:
-        compiler.compile(StructuredOutput(grammar=grammar, place="tools", parts=parts))
+        compiler.compile(StructuredOutput(grammar=grammar, place="tools", **{field: parts}))
     assert error.value.field == "tools.1"

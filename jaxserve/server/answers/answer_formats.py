@@ -64,12 +64,13 @@ class AnswerFormats:
         use = form.use
         if use is None or form.form is None or not (use.constrained or asked):
             return asked
-        parts = tuple(_schema(tool) for tool in use.tools)
+        parts = tuple(_schema(tool) for tool in use.tools if tool.strict)
+        others = tuple(_schema(tool) for tool in use.tools if not tool.strict)
         text = ""
         if asked is not None and not use.required:
             text, parts = _rule(asked), (*parts, asked)
         grammar = tool_grammar(form.form, use, self.special_tokens, text)
-        return StructuredOutput(grammar=grammar, place="tools", parts=parts)
+        return StructuredOutput(grammar=grammar, place="tools", parts=parts, loose_parts=others)
 
     def reasoning_section(self, form: AnswerFormat, budget: int | None) -> ReasoningSection | None:
         """Return the reasoning for the engine. Raise RequestError for a budget if the model has no reasoning."""
