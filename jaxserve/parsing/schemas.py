@@ -16,7 +16,7 @@ DEFINITIONS = ("$defs", "definitions")
 OF_OBJECTS = ("minProperties", "maxProperties", "propertyNames", "dependentRequired", "dependentSchemas")
 COMBINATIONS = ("anyOf", "oneOf", "allOf", "not", "if")
 VALUES = ("const", "enum", "default", "examples")  # keywords with values instead of schemas
-LOOK_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
+LOOK_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]")
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 
 
@@ -77,7 +77,7 @@ def guided(schema: Mapping[str, Any], strict: bool) -> dict[str, Any]:
 
 
 def _without_look_around(schema: Any) -> Any:
-    """Return a schema without the patterns that look around or back, which no grammar can follow."""
+    """Return a schema without the patterns that look around, also for bounds of words, or back: no grammar can."""
     if isinstance(schema, list):
         return [_without_look_around(part) for part in schema]
     if not isinstance(schema, Mapping):
