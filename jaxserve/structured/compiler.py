@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,11 +14,13 @@ from jaxserve.core.errors import RequestError
 from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.core.structured import JSON_WHITESPACE, NOTHING_LEFT, Grammar, StructuredOutput
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.structured.deep_stack import with_deep_stack
 from jaxserve.structured.errors import plain, schema_error
-from jaxserve.structured.limits import LIMITS
+from jaxserve.structured.limits import LIMITS, MAX_TERMINALS
 from jaxserve.structured.reasoning import ReasonedGrammar
 from jaxserve.structured.structural_tag import structural_tag_grammar
 
+TERMINAL = re.compile(r"^[?!]?_?[A-Z]\w*\s*[.:\[{]", re.MULTILINE)  # the beginning of one in Lark
 FORBIDDEN = "doesn't satisfy the grammar"  # what llguidance says of a token that is not allowed
 CACHED = 256  # compiled grammars, the least recently used ones are dropped
 
@@ -42,20 +45,24 @@ class LLGrammarCompiler:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
+        grammar = with_deep_stack(self._compiled, structured)
+        with self._lock:
+            self._cache[key] = grammar
+            while len(self._cache) > CACHED:
+                self._cache.popitem(last=False)
+        return grammar
+
+    def _compiled(self, structured: StructuredOutput) -> "CompiledGrammar":
+        """Return the grammar, compiled by recursion."""
         source = _source(structured, self._tokenizer)
         matcher = LLMatcher(self._ll_tokenizer(), source, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that is too complex for its first token is refused, too
         if matcher.is_error():
             for part in structured.loose_parts:
-                self.compile(part)  # raises the error of the part at fault
+                self._compiled(part)  # raises the error of the part at fault
             raise _refusal(structured, matcher.get_error())
-        grammar = CompiledGrammar(matcher)
-        with self._lock:
-            self._cache[key] = grammar
-            while len(self._cache) > CACHED:
-                self._cache.popitem(last=False)
-        return grammar
+        return CompiledGrammar(matcher)
 
     def after_reasoning(self, grammar: Grammar | None, section: ReasoningSection) -> Grammar:
         """Return the grammar of answers that begin with reasoning and go on as `grammar` says; None: with any text."""
@@ -142,7 +149,10 @@ def _source(structured: StructuredOutput, tokenizer: Tokenizer) -> str:
             return LLMatcher.grammar_from_json_schema("{}" if text.strip() == "true" else text, defaults=options)
         if kind == "structural_tag":
             return structural_tag_grammar(json.loads(text), tokenizer.special_tokens)
-        return grammar_from(kind, text)  # type: ignore[arg-type]
+        grammar = grammar_from(kind, text)  # type: ignore[arg-type]
+        if kind == "grammar" and (terminals := len(TERMINAL.findall(grammar))) > MAX_TERMINALS:
+            raise ValueError(f"it has {terminals} terminals, the limit is {MAX_TERMINALS}")
+        return grammar
     except (ValueError, RecursionError) as error:
         raise _refusal(structured, str(error)) from error
 

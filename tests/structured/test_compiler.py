@@ -1,5 +1,6 @@
 """Grammars are compiled for what requests demand, and refused with the reason and the place."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -198,3 +199,31 @@ def test_error_of_a_grammar_made_of_parts_is_that_of_the_part_at_fault(compiler,
     with pytest.raises(RequestError, match=r"tools\.1 cannot be used: Invalid type: strnig \(#/items\)$") as error:
         compiler.compile(StructuredOutput(grammar=grammar, place="tools", **{field: parts}))
     assert error.value.field == "tools.1"
+
+
+def chain(length: int, link: str, last: str) -> str:
+    return "".join([*(link.format(i, i + 1) for i in range(length)), last.format(length)])
+
+
+REFERENCES = '{{"$ref": "#/$defs/0", "$defs": {{{}}}}}'
+ARRAYS = '"{}":' + '{{"items":' * 60 + '{{"$ref":"#/$defs/{}"}}' + "}}" * 60 + ","
+
+
+@pytest.mark.parametrize(
+    "deep",
+    [
+        StructuredOutput(grammar=chain(8000, 'r{}: r{} | "a"\n', 'r{}: "z"\nstart: r0')),
+        StructuredOutput(json=REFERENCES.format(chain(7000, '"{}":{{"$ref":"#/$defs/{}"}},', '"{}":{{}}'))),
+        StructuredOutput(json=REFERENCES.format(chain(300, ARRAYS, '"{}":{{}}'))),
+    ],
+    ids=["rules", "references", "arrays"],
+)
+def test_deep_grammar_is_compiled_or_refused_and_ends_no_process(compiler, deep: StructuredOutput) -> None:
+    with contextlib.suppress(RequestError):
+        compiler.compile(deep)
+
+
+def test_grammar_with_too_many_terminals_is_refused(compiler) -> None:
+    terminals = chain(1001, 'R{}: R{} | "a"\n', 'R{}: "z"\nstart: R0')
+    with pytest.raises(RequestError, match="it has 1002 terminals, the limit is 1000"):
+        compiler.compile(StructuredOutput(grammar=terminals))
