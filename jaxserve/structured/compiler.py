@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,12 +14,11 @@ from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.core.structured import JSON_WHITESPACE, NOTHING_LEFT, Grammar, StructuredOutput
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.structured.deep_stack import with_deep_stack
-from jaxserve.structured.errors import plain, schema_error
-from jaxserve.structured.limits import LIMITS, MAX_TERMINALS
+from jaxserve.structured.errors import checked_grammar, plain, schema_error
+from jaxserve.structured.limits import LIMITS
 from jaxserve.structured.reasoning import ReasonedGrammar
 from jaxserve.structured.structural_tag import structural_tag_grammar
 
-TERMINAL = re.compile(r"^[?!]?_?[A-Z]\w*\s*[.:\[{]", re.MULTILINE)  # the beginning of one in Lark
 FORBIDDEN = "doesn't satisfy the grammar"  # what llguidance says of a token that is not allowed
 CACHED = 256  # compiled grammars, the least recently used ones are dropped
 
@@ -149,10 +147,7 @@ def _source(structured: StructuredOutput, tokenizer: Tokenizer) -> str:
             return LLMatcher.grammar_from_json_schema("{}" if text.strip() == "true" else text, defaults=options)
         if kind == "structural_tag":
             return structural_tag_grammar(json.loads(text), tokenizer.special_tokens)
-        grammar = grammar_from(kind, text)  # type: ignore[arg-type]
-        if kind == "grammar" and (terminals := len(TERMINAL.findall(grammar))) > MAX_TERMINALS:
-            raise ValueError(f"it has {terminals} terminals, the limit is {MAX_TERMINALS}")
-        return grammar
+        return checked_grammar(text) if kind == "grammar" else grammar_from(kind, text)  # type: ignore[arg-type]
     except (ValueError, RecursionError) as error:
         raise _refusal(structured, str(error)) from error
 

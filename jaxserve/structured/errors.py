@@ -1,13 +1,14 @@
 """What is wrong with a grammar that llguidance refuses, and where in a JSON schema."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, grammar_from
 
 from jaxserve.core.structured import MAX_GRAMMAR
-from jaxserve.structured.limits import LIMITS
+from jaxserve.structured.limits import LIMITS, MAX_TERMINALS
 
 DEFINITIONS = ("$defs", "definitions")
 OPTIONS = ("x-guidance",)  # those of llguidance for a whole schema
@@ -16,6 +17,7 @@ OPTIONS = ("x-guidance",)  # those of llguidance for a whole schema
 BY_NAME = (*DEFINITIONS, "properties", "patternProperties")
 # Keywords whose value is a schema or a list of schemas.
 DIRECTLY = ("items", "additionalProperties", "prefixItems", "anyOf", "oneOf", "allOf")
+TERMINAL = re.compile(r"^[?!]?_?[A-Z]\w*\s*[.:\[{]", re.MULTILINE)  # the beginning of one in Lark
 # The search for the place ends after so many schemas, and so many of their characters.
 MAX_TRIES, MAX_CHARACTERS = 4096, 4 * MAX_GRAMMAR
 UNSUPPORTED = "Unimplemented keys: "  # how llguidance begins to say it
@@ -87,6 +89,14 @@ def _refusal(schema: str) -> str:
     except ValueError as error:
         message = plain(str(error))
     return message.partition("\n  while processing ")[0]  # the definition in which it was found
+
+
+def checked_grammar(text: str) -> str:
+    """Return a client's grammar in llguidance's form. Raise ValueError if it is not valid or has too many terminals."""
+    grammar = grammar_from("grammar", text)
+    if (terminals := len(TERMINAL.findall(grammar))) > MAX_TERMINALS:
+        raise ValueError(f"it has {terminals} terminals, the limit is {MAX_TERMINALS}")
+    return grammar
 
 
 def grammar_error(grammar: str) -> str:

@@ -11,7 +11,7 @@ from llguidance import grammar_from, regex_to_lark
 
 from jaxserve.core.structured import JSON_WHITESPACE
 from jaxserve.parsing.grammar import literal
-from jaxserve.structured.errors import grammar_error, schema_error
+from jaxserve.structured.errors import checked_grammar, grammar_error, schema_error
 
 MAX_REPEAT = 10_000
 UNLIMITED = ("any_text", "triggered_tags")  # formats that end where the text after them begins
@@ -102,7 +102,7 @@ class _Writer:
 
     def _write_grammar(self, form: Mapping[str, Any], ends: Sequence[str], place: str) -> str:
         try:
-            grammar = grammar_from("grammar", _text(form, "grammar", place))
+            grammar = checked_grammar(_text(form, "grammar", place))
         except ValueError as error:
             raise StructuralTagError(f"{place}.grammar", str(error)) from error
         name = self._name("grammar")

@@ -133,6 +133,7 @@ def test_answer_follows_the_older_form(follows):
         ),
         ({"type": "or", "elements": [{"type": "regex", "pattern": "["}]}, "format.elements.0.pattern"),
         ({"type": "or", "elements": [{"type": "regex", "pattern": "(?=a)"}]}, "format.elements.0.pattern"),
+        ({"type": "grammar", "grammar": "start: A\n" + 'A: "a"\n' * 1001}, "format.grammar: it has 1001 terminals"),
         ({"type": "any_text", "excludes": ["a"]}, "format.excludes"),
         ({"type": "sequence", "elements": [ANY, CITY]}, "format.elements.0"),
         ({"type": "sequence", "elements": [const("a"), {"type": "or", "elements": 5}]}, "format.elements.1.elements"),
