@@ -52,7 +52,7 @@ class Request:
     salt: str = ""
     embed: bool = False  # return the pooled last hidden state instead of generating
     stream: bool = True  # return tokens as they are generated, not at the end of each answer
-    grammar: Grammar | None = None  # compiled from `params.structured`
+    grammar: Grammar | None = None  # compiled from `params.structured` and `params.reasoning`
     trace: TraceContext | None = None
 
 

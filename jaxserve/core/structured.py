@@ -35,8 +35,10 @@ class StructuredOutput:
     grammar: str | None = None  # a context-free grammar in the format of Lark, or in GBNF
     structural_tag: str | Mapping[str, Any] | None = None  # a tree of formats, as a mapping or as JSON text
     place: str = field(default="", kw_only=True, compare=False)  # the name for errors; "": that of the field
-    # What `grammar` has been made of. An error in it names its own place.
+    # What `grammar` has been made of. An error in it names its own place. Each of `parts` must be usable by itself;
+    # `loose_parts` are only looked at if the grammar cannot be used.
     parts: "Sequence[StructuredOutput]" = field(default=(), kw_only=True, compare=False)
+    loose_parts: "Sequence[StructuredOutput]" = field(default=(), kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) is not (False if name == "json_object" else None)]

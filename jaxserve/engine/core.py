@@ -18,7 +18,7 @@ from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.engine.admission import check_request, check_room, make_sequences
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.counters import EngineCounters
-from jaxserve.engine.matchers import accepts, no_token, nothing_allowed
+from jaxserve.engine.matchers import accepts, no_token
 from jaxserve.engine.outputs import RequestState, logprobs_entry
 from jaxserve.engine.step_times import StepTimes
 from jaxserve.engine.text import check_end, flush_text
@@ -244,7 +244,7 @@ class EngineCore:
             self._fail(step, request, no_token(sequence))
             return
         if sequence.matcher is not None and not accepts(sequence.matcher, token):
-            self._fail(step, request, nothing_allowed(sequence))
+            self._fail(step, request, no_token(sequence))
             return
         sequence.tokens.append(token)
         if sequence.first_token is None:

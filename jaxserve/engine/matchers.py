@@ -71,26 +71,30 @@ class AllowedTokensMatcher:
 
 
 def accepts(matcher: Matcher, token: int) -> bool:
-    """Take a sampled token, and return False if it is forbidden, because other parameters left no other one."""
+    """Take a sampled token, and return False if the answer cannot go on after it.
+
+    It may be forbidden, because other parameters left no other one, or the grammar has become too complex.
+    """
     matcher.accept(token)
     return not matcher.error
 
 
 def no_token(sequence: Sequence) -> JaxserveError:
-    """Return why no token could be sampled: the logits are not finite, or the matcher allows no token."""
+    """Return why an answer has no next token: the logits are not finite, or the matcher allows no token."""
     structured, error = sequence.params.structured, "" if sequence.matcher is None else sequence.matcher.error
     if error == NOTHING_LEFT:
-        return nothing_allowed(sequence)
+        return _nothing_allowed(sequence)
     if not error or structured is None:
         return NonFiniteOutput("logits")
     return GrammarTooComplex(f"{structured.name} cannot go on: {error}", field=structured.name)
 
 
-def nothing_allowed(sequence: Sequence) -> RequestError:
+def _nothing_allowed(sequence: Sequence) -> RequestError:
     """Return the error for a request whose parameters contradict each other."""
     params = sequence.params
     names = [] if params.structured is None else [params.structured.name]
     names += [] if params.allowed_token_ids is None else ["allowed_token_ids"]
+    names += [] if params.reasoning is None or params.reasoning.max_tokens is None else ["reasoning.max_tokens"]
     allow = "allows" if len(names) == 1 else "together allow"
     message = f"{' and '.join(names)} {allow} no token that bad_words, min_tokens and logit_bias do not forbid"
     return RequestError(message, field=names[0])

@@ -1,6 +1,7 @@
 """What formats need to know about the JSON schemas of tools."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ DEFINITIONS = ("$defs", "definitions")
 # What cannot be said about the parameters of a tool as a whole where each is written by itself.
 OF_OBJECTS = ("minProperties", "maxProperties", "propertyNames", "dependentRequired", "dependentSchemas")
 COMBINATIONS = ("anyOf", "oneOf", "allOf", "not", "if")
+VALUES = ("const", "enum", "default", "examples")  # keywords with values instead of schemas
+LOOK_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]")
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 
 
@@ -39,7 +42,7 @@ class Parameter:
 
 def object_schema(tool: Tool) -> dict[str, Any]:
     """Return the JSON schema of a tool's arguments."""
-    return {"type": "object", **(NO_PARAMETERS if tool.parameters is None else tool.parameters)}
+    return {**(NO_PARAMETERS if tool.parameters is None else tool.parameters), "type": "object"}
 
 
 def parameters_of(tool: Tool) -> dict[str, Parameter]:
@@ -59,12 +62,31 @@ def parameters_of(tool: Tool) -> dict[str, Parameter]:
 
 
 def json_rule(schema: Any, strict: bool) -> str:
-    """Return an expression of Lark for JSON that follows a schema.
+    """Return an expression of Lark for JSON that follows a schema (`guided`)."""
+    return f"%json {json.dumps(guided(_mapping(schema), strict))}"
 
-    Keywords that llguidance does not support are left out of account, unless the schema is meant strictly.
+
+def guided(schema: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+    """Return a schema for llguidance.
+
+    Keywords and regular expressions that it does not support are left out of account, unless the schema is meant
+    strictly.
     """
     options = {"whitespace_pattern": JSON_WHITESPACE, "lenient": not strict}
-    return f"%json {json.dumps({**_mapping(schema), 'x-guidance': options})}"
+    return {**(schema if strict else _without_look_around(schema)), "x-guidance": options}
+
+
+def _without_look_around(schema: Any) -> Any:
+    """Return a schema without the patterns that look around, also for bounds of words, or back: no grammar can."""
+    if isinstance(schema, list):
+        return [_without_look_around(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: value if key in VALUES else _without_look_around(value)
+        for key, value in schema.items()
+        if not (key == "pattern" and isinstance(value, str) and LOOK_AROUND.search(value))
+    }
 
 
 def listed_values(schema: Mapping[str, Any]) -> list[Any]:

@@ -25,13 +25,11 @@ from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 
-GENERATION = (chat, responses, completions, messages)
-ROUTERS = (*GENERATION, embeddings, scoring, models, tokenization, operations, admin, dashboard)
+GENERATION = (chat.router, responses.router, responses.json_router, completions.router, messages.router)
+OTHERS = (embeddings, scoring, models, tokenization, operations, admin, dashboard)
+ROUTERS = (*GENERATION, *(module.router for module in OTHERS))
 JSON_ROUTES = tuple(
-    route
-    for module in ROUTERS
-    for route in module.router.routes
-    if isinstance(route, JsonRoute) and "POST" in route.methods
+    route for router in ROUTERS for route in router.routes if isinstance(route, JsonRoute) and "POST" in route.methods
 )
 
 
@@ -44,8 +42,8 @@ def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI
     app.state.server = ServerState(client, settings)
     app.state.endpoints = tuple(route.path for route in JSON_ROUTES if route.include_in_schema)
     install_handlers(app)
-    for module in ROUTERS:
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
     # The middleware added last is the outermost.
     app.add_middleware(InFlight)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout)

@@ -1,22 +1,22 @@
 """The compiler of grammars: from what a request demands to a matcher of tokens, by llguidance."""
 
-import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.reasoning import ReasoningSection
-from jaxserve.core.structured import Grammar, StructuredOutput
+from jaxserve.core.structured import NOTHING_LEFT, Grammar, StructuredOutput
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.structured.errors import plain
+from jaxserve.structured.limits import LIMITS
 from jaxserve.structured.reasoning import ReasonedGrammar
-from jaxserve.structured.source import LIMITS
-from jaxserve.structured.trial import GrammarTrials
+from jaxserve.structured.trial import GrammarTrials, Tried
 
+FORBIDDEN = "doesn't satisfy the grammar"  # what llguidance says of a token that is not allowed
 CACHED = 256  # compiled grammars, the least recently used ones are dropped
 CACHED_BYTES = 512 * 1024 * 1024
 
@@ -40,11 +40,7 @@ class LLGrammarCompiler:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
-        tokenizer = self._ll_tokenizer()
-        tried, *parts = self._trials.run(key, *((part.kind, part.text) for part in structured.parts))
-        for demand, found in (*zip(structured.parts, parts, strict=True), (structured, tried)):
-            if found.error:
-                raise _refusal(demand, found.error)
+        tokenizer, tried = self._ll_tokenizer(), self._tried(structured)
         matcher = LLMatcher(tokenizer, tried.source, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that is too complex for its first token is refused, too
@@ -56,6 +52,36 @@ class LLGrammarCompiler:
             while len(self._cache) > CACHED or sum(each.size for each in self._cache.values()) > CACHED_BYTES:
                 self._cache.popitem(last=False)
         return grammar
+
+    def _compiled(self, structured: StructuredOutput) -> "CompiledGrammar":
+        """Return the grammar, compiled by recursion."""
+        source = _source(structured, self._tokenizer)
+        matcher = LLMatcher(self._ll_tokenizer(), source, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a grammar that is too complex for its first token is refused, too
+        if matcher.is_error():
+            for part in structured.loose_parts:
+                self._compiled(part)  # raises the error of the part at fault
+            raise _refusal(structured, matcher.get_error())
+        return CompiledGrammar(matcher)
+
+    def _tried(self, structured: StructuredOutput) -> Tried:
+        """Return what a trial says of a grammar. Raise `RequestError` for the part at fault, else for the whole."""
+        tried = self._run(structured, *structured.parts)
+        if tried.error:
+            self._run(structured, *structured.loose_parts)
+            raise _refusal(structured, tried.error)
+        return tried
+
+    def _run(self, *demands: StructuredOutput) -> Tried:
+        """Return what a trial says of the first demand. Raise `RequestError` for the first of the others at fault."""
+        if not demands:
+            return Tried()
+        first, *others = self._trials.run(*((demand.kind, demand.text) for demand in demands))
+        for demand, found in zip(demands[1:], others, strict=True):
+            if found.error:
+                raise _refusal(demand, found.error)
+        return first
 
     def after_reasoning(self, grammar: Grammar | None, section: ReasoningSection) -> Grammar:
         """Return the grammar of answers that begin with reasoning and go on as `grammar` says; None: with any text."""
@@ -103,7 +129,8 @@ class LLAnswer:
 
     @property
     def error(self) -> str:
-        return _plain(self._matcher.get_error())
+        message = plain(self._matcher.get_error())
+        return NOTHING_LEFT if FORBIDDEN in message else message
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
@@ -133,27 +160,5 @@ class _Vocabulary:
 
 
 def _refusal(structured: StructuredOutput, message: str) -> RequestError:
-    """Return the error for a client: what llguidance says, and where a schema has an unsupported keyword."""
-    if structured.kind == "json" and message.startswith("Unimplemented keys: "):
-        keywords = json.loads(message.removeprefix("Unimplemented keys: "))
-        where = dict.fromkeys(_places(json.loads(structured.text), keywords))
-        message = f"the keyword {keywords[0]!r} is not supported ({', '.join(where) or 'at #'})"
-    return RequestError(f"{structured.name} cannot be used: {_plain(message)}", field=structured.name)
-
-
-def _plain(message: str) -> str:
-    """Return a message of llguidance without its note that it has no details."""
-    return message.removesuffix("<non-verbose/>").strip()
-
-
-def _places(schema: Any, keywords: list[str], path: str = "#") -> Iterator[str]:
-    """Yield the JSON pointers at which a schema has one of the keywords."""
-    if isinstance(schema, Mapping):
-        for key, value in schema.items():
-            place = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
-            if key in keywords:
-                yield place
-            yield from _places(value, keywords, place)
-    elif isinstance(schema, list):
-        for index, value in enumerate(schema):
-            yield from _places(value, keywords, f"{path}/{index}")
+    """Return the error for a client."""
+    return RequestError(f"{structured.name} cannot be used: {plain(message)}", field=structured.name)

@@ -6,7 +6,7 @@ from enum import Enum
 import numpy as np
 
 from jaxserve.core.reasoning import ReasoningSection
-from jaxserve.core.structured import Grammar, Matcher
+from jaxserve.core.structured import NOTHING_LEFT, Grammar, Matcher
 from jaxserve.engine.tokenizer import Tokenizer
 
 ALL = np.uint32(0xFFFFFFFF)
@@ -58,6 +58,7 @@ class ReasonedAnswer:
         self._seen = b""  # the end of the reasoning, as long as the longest end tag, or the beginning of an open answer
         self._count = 0  # tokens of reasoning
         self._closing: list[int] = []  # tokens of the end tag still to come
+        self._error = ""
         if tags.begun:
             self._begin()
 
@@ -67,7 +68,7 @@ class ReasonedAnswer:
 
     @property
     def error(self) -> str:
-        return "" if self._text is None else self._text.error
+        return self._error or ("" if self._text is None else self._text.error)
 
     def accept(self, token: int) -> None:
         match self._phase:
@@ -76,6 +77,8 @@ class ReasonedAnswer:
             case _Phase.REASONING:
                 self._accept_reasoning(token)
             case _Phase.CLOSING:
+                if token != self._closing[0]:
+                    self._error = NOTHING_LEFT  # other parameters forbid the end tag
                 self._closing = self._closing[1:]
                 if not self._closing:
                     self._phase = _Phase.TEXT

@@ -1,4 +1,4 @@
-"""Grammars in the form in which llguidance takes them, and the work that it may spend on one.
+"""Grammars in the form in which llguidance takes them.
 
 This module and what it imports load in a few hundredths of a second, since a process of its own runs it (`trial.py`).
 """
@@ -6,20 +6,10 @@ This module and what it imports load in a few hundredths of a second, since a pr
 import json
 from collections.abc import Mapping
 
-from llguidance import LLMatcher, LLParserLimits, grammar_from
+from llguidance import LLMatcher, grammar_from
 
 from jaxserve.core.structured import JSON_WHITESPACE
 from jaxserve.structured.structural_tag import structural_tag_grammar
-
-# At most some 10 ms for one token, for which all other answers wait. With llguidance's defaults an ambiguous grammar of
-# three lines took 600 ms for one token. Schemas need 0.01 to 0.1 ms. Compiling is limited by `trial.py`.
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=50_000,
-    step_max_items=2_000,
-    max_items_in_row=1_000,
-    verbose_errors=False,
-)
 
 
 def grammar_source(kind: str, text: str, special: Mapping[str, int]) -> str:

@@ -11,6 +11,7 @@ from llguidance import grammar_from, regex_to_lark
 
 from jaxserve.core.structured import JSON_WHITESPACE
 from jaxserve.parsing.grammar import literal
+from jaxserve.structured.errors import grammar_error, schema_error
 
 MAX_REPEAT = 10_000
 UNLIMITED = ("any_text", "triggered_tags")  # formats that end where the text after them begins
@@ -89,16 +90,23 @@ class _Writer:
         schema = form.get("json_schema")
         if not isinstance(schema, Mapping):
             raise StructuralTagError(f"{place}.json_schema", "must be a JSON schema")
+        if wrong := schema_error(schema):
+            raise StructuralTagError(f"{place}.json_schema", wrong)
         return self._rule(f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': JSON_WHITESPACE}})}")
 
     def _write_regex(self, form: Mapping[str, Any], ends: Sequence[str], place: str) -> str:
-        return self._rule(f"/{regex_to_lark(_text(form, 'pattern', place))}/")
+        pattern = _text(form, "pattern", place)
+        if wrong := grammar_error(grammar_from("regex", pattern)):
+            raise StructuralTagError(f"{place}.pattern", wrong)
+        return self._rule(f"/{regex_to_lark(pattern)}/")
 
     def _write_grammar(self, form: Mapping[str, Any], ends: Sequence[str], place: str) -> str:
         try:
             grammar = grammar_from("grammar", _text(form, "grammar", place))
         except ValueError as error:
             raise StructuralTagError(f"{place}.grammar", str(error)) from error
+        if wrong := grammar_error(grammar):
+            raise StructuralTagError(f"{place}.grammar", wrong)
         name = self._name("grammar")
         self.grammars.append({"name": name, "lark_grammar": grammar})
         return f"@{name}"

@@ -19,7 +19,9 @@ from typing import Any, BinaryIO
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from jaxserve.structured.source import LIMITS, grammar_source
+from jaxserve.structured.errors import grammar_fault
+from jaxserve.structured.limits import LIMITS
+from jaxserve.structured.source import grammar_source
 
 CPU_SECONDS = 1  # grammars of tools take some milliseconds, and a list of 10,000 choices 0.2 seconds
 MEMORY_BYTES = 256 * 1024 * 1024  # beside what the process takes without a grammar
@@ -169,9 +171,9 @@ def _tried(kind: str, text: str, vocabulary: _Vocabulary, tokenizer: LLTokenizer
         source = grammar_source(kind, text, vocabulary.special)
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
     except (ValueError, RecursionError) as error:
-        return Tried(error=str(error)[:MAX_MESSAGE])
+        return Tried(error=grammar_fault(kind, text, str(error))[:MAX_MESSAGE])
     if matcher.is_error():
-        return Tried(error=matcher.get_error()[:MAX_MESSAGE])
+        return Tried(error=grammar_fault(kind, text, matcher.get_error())[:MAX_MESSAGE])
     return Tried(source, max(0, _pages(1) - before))
 
 

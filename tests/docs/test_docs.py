@@ -89,6 +89,7 @@ def test_server_manual_lists_every_field_that_is_ignored():
         "a message": harmless.HARMLESS_IN_MESSAGES,
         "a text part": harmless.HARMLESS_IN_PARTS,
         "`stream_options`": harmless.HARMLESS_IN_STREAM_OPTIONS,
+        "`output_config`": harmless.HARMLESS_IN_OUTPUT_CONFIG,
     }
 
 

@@ -131,6 +131,13 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(llm: LLM) -> 
     assert texts(llm, PROMPTS, RANDOM)
 
 
+def test_a_grammar_that_becomes_too_complex_with_a_token_says_so(llm: LLM) -> None:
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(800)}}
+    grammar = StructuredOutput(grammar=f'%llguidance {{}}\nstart: "Here it is: " last\nlast: %json {json.dumps(wide)}')
+    with pytest.raises(GrammarTooComplex, match=r"grammar cannot go on: .*Too many items"):
+        llm.generate(PROMPTS[:1], replace(RANDOM, structured=grammar), use_tqdm=False)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_preempted_answers_go_on_in_their_grammar(overlap: bool) -> None:
     regex = "([a-z] ){50,60}!"
@@ -185,12 +192,20 @@ def test_budget_ends_the_reasoning_of_free_text(llm):
     assert len(tokens) == 20
 
 
-def test_budget_ends_the_reasoning_of_an_asynchronous_engine():
+def test_budget_ends_the_reasoning_of_free_text_beside_other_requests():
     section = ReasoningSection("<think>", "</think>", begun=True, max_tokens=5)
     params = SamplingParams(temperature=1, seed=3, max_tokens=20, ignore_eos=True, reasoning=section)
 
-    async def answer() -> str:
-        async with AsyncLLM(max_num_seqs=1, max_model_len=512, warmup=False) as engine:
-            return "".join([output.outputs[0].text async for output in engine.stream("def f(", params)])
+    async def main() -> str:
+        async with AsyncLLM(max_num_seqs=2, max_model_len=256, kv_pages=40, warmup=False) as llm:
+            return "".join([piece.outputs[0].text async for piece in llm.stream("def f(", params)])
 
-    assert "</think>" in asyncio.run(answer())
+    assert "</think>" in asyncio.run(main())
+
+
+def test_end_tag_that_may_not_be_written_is_an_error_that_names_the_budget(llm):
+    section = ReasoningSection("<think>", "</think>", begun=True, max_tokens=0)
+    first = llm.tokenizer.token(llm.tokenizer.encode("</think>", add_special_tokens=False)[0])
+    params = SamplingParams(max_tokens=20, reasoning=section, bad_words=[first])
+    with pytest.raises(RequestError, match=r"reasoning\.max_tokens allows no token that bad_words"):
+        llm.generate(["def f("], params, use_tqdm=False)

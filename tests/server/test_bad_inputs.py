@@ -4,7 +4,10 @@ import json
 import re
 
 import pytest
+from starlette.testclient import TestClient
 
+from jaxserve.core.errors import RequestError
+from jaxserve.server.app import create_app
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
 from tests.server.serving import raw_request, serving
@@ -439,7 +442,15 @@ def test_unsupported_chat_feature_is_refused(http, body):
     assert "not supported" in error_of(http.post(CHAT, json=body))["message"]
 
 
-@pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}, {"response_format": {"type": "text"}}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "none"},
+        {"tools": []},
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": {"json": None, "regex": None, "json_object": False}},
+    ],
+)
 def test_fields_that_change_nothing_are_accepted(http, fields):
     assert http.post(CHAT, json={"messages": MESSAGES, **fields}).status_code == 200
 
@@ -521,3 +532,46 @@ def test_huge_headers_are_refused(address):
 
 def test_garbage_instead_of_http_returns_400(address):
     assert raw_request(address, b"\x16\x03\x01\x02\x00\x01").startswith(b"HTTP/1.1 400 ")
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"not": {}}}}
+STRICT = {"name": "f", "parameters": SCHEMA, "strict": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "asked", "engines", "own"),
+    [
+        (
+            "/v1/responses",
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
+            "response_format.json_schema.schema",
+            "text.format.schema",
+        ),
+        (
+            "/v1/responses",
+            {"input": "a", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", **STRICT}]}]},
+            "tools.0.function.parameters",
+            "tools.0.tools.0.parameters",
+        ),
+        (
+            "/v1/messages",
+            {"max_tokens": 9, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            "response_format.json_schema.schema",
+            "output_config.format.schema",
+        ),
+        (
+            "/v1/messages",
+            {"max_tokens": 9, "tools": [{"name": "f", "input_schema": SCHEMA}]},
+            "tools.0.function.parameters",
+            "tools.0.input_schema",
+        ),
+        ("/v1/chat/completions", {}, "reasoning.max_tokens", "thinking_token_budget"),
+    ],
+)
+def test_error_of_the_engine_names_the_field_of_the_client(path, asked, engines, own, stream):
+    fake = FakeClient(fail_after=0, failure=RequestError(f"{engines} cannot be used: why", field=engines))
+    messages = {} if "input" in asked else {"messages": [{"role": "user", "content": "hi"}]}
+    text = TestClient(create_app(fake, ServerSettings())).post(path, json={**messages, **asked, "stream": stream}).text
+    assert f"{own} cannot be used: why" in text
+    assert f"{engines} cannot" not in text

@@ -124,6 +124,7 @@ def test_settings_of_the_server_apply(files):
         (request() | {"body": None}, "invalid_body", "a"),
         (request() | {"body": "hi"}, "invalid_body", "a"),
         (request(prompt="hi", stream=True), "unsupported_parameter", "a"),
+        (request(url="/v1/responses", input="hi", background=True), "unsupported_parameter", "a"),
         ('"' + "x" * MAX_LINE + '"', "line_too_long", None),
     ],
     ids=lambda value: str(value)[:40],
@@ -168,8 +169,10 @@ def test_number_too_large_for_a_float_is_refused_as_by_the_server(files):
     assert files.run().failed == 1
 
 
-def test_all_post_routes_can_be_used():
-    assert {CHAT, COMPLETIONS, EMBEDDINGS, "/tokenize", "/v1/score", "/v1/rerank"} <= set(URLS)
+def test_all_routes_with_a_json_body_can_be_used_but_those_of_operators():
+    paths = create_app(FakeClient(), ServerSettings()).openapi()["paths"]
+    posts = {path for path, methods in paths.items() if "requestBody" in methods.get("post", {})}
+    assert {CHAT, "/v1/responses", "/v1/messages"} < posts <= set(URLS)
     assert not any(url.startswith(("/admin", "/dashboard")) for url in URLS)
 
 

@@ -149,6 +149,7 @@ def test_dashboard_with_trailing_slash_redirects_to_working_links(http):
         ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/chat/completions/1", "did you mean /v1/chat/completions?"),
         ("/openai/deployments/fake/completions", "did you mean /v1/completions?"),
+        ("/v1/responses/a/b", "did you mean /v1/responses?"),
         ("/v1/v1/completions", "did you mean /v1/completions?"),
         ("/models", "did you mean /v1/models?"),
         ("/v1/tokenize", "did you mean /tokenize?"),

@@ -53,6 +53,8 @@ def post(fake):
         ("reasoning.effort", {"reasoning": {"effort": "extreme"}}),
         ("reasoning.context", {"reasoning": {"context": "all_turns"}}),
         ("reasoning.mode", {"reasoning": {"mode": "pro"}}),
+        ("reasoning.efort", {"reasoning": {"efort": "low"}}),
+        ("text.formt", {"text": {"formt": {"type": "json_object"}}}),
         ("text.verbosity", {"text": {"verbosity": "low"}}),
         ("text.format.type", {"text": {"format": {"type": "yaml"}}}),
         ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "x"}}}),

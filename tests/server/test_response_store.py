@@ -309,6 +309,7 @@ def test_stream_of_a_response_in_the_background_goes_on_after_a_disconnect():
         fake.gate.set()
         rest = list(client.responses.retrieve(id, stream=True, starting_after=1))
         again = list(client.responses.retrieve(id, stream=True))
+        none = list(client.responses.retrieve(id, stream=True, starting_after=again[-1].sequence_number))
         with client.responses.stream(response_id=id) as stream:
             final = stream.get_final_response()
         plain = create(client, background=True)
@@ -318,6 +319,7 @@ def test_stream_of_a_response_in_the_background_goes_on_after_a_disconnect():
     assert rest[-1].type == "response.completed"
     assert [event.sequence_number for event in again] == list(range(len(rest) + 2))
     assert again[2:] == rest
+    assert none == []
     assert final.output_text == "Hello"
     assert refused.value.param == "stream"
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.core.errors import EngineFailed
 from jaxserve.core.request import RequestOutput
+from jaxserve.server.answers.embedding import similarities
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_DOCUMENTS, UNSUPPORTED_IN_SCORING
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
@@ -28,6 +29,13 @@ class CountingClient(FakeClient):
         counts = np.array([text.count(letter) for letter in "abcd"], np.float32)
         counts /= np.linalg.norm(counts)
         return RequestOutput(output.request_id, None, output.prompt_token_ids, (), True, embedding=counts)
+
+
+def test_score_of_equal_embeddings_is_1_although_they_are_rounded():
+    values = np.random.default_rng(0).normal(size=(50, 64)).astype(np.float32)
+    values /= np.linalg.norm(values, axis=1, keepdims=True)
+    outputs = [RequestOutput("a", None, (5,), (), True, embedding=each) for each in values]
+    assert similarities(outputs, outputs) == pytest.approx([1] * 50, abs=1e-12)
 
 
 @pytest.fixture(scope="module")

@@ -261,6 +261,27 @@ def test_strict_tool_is_constrained_also_if_the_model_may_choose():
     assert '"required": ["city"]' in grammar
 
 
+def test_arguments_are_an_object_whatever_else_the_schema_allows():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": ["object", "null"]}}}
+    assert '"type": "object"' in grammar_for(tools=[tool], tool_choice="required")
+
+
+def test_schemas_of_all_tools_are_at_hand_for_errors_of_their_grammar():
+    http, engine = http_of()
+    whole(http, tools=[WEATHER, TIME], tool_choice="required")
+    places = [part.place for part in engine.seen[-1][1].structured.loose_parts]
+    assert places == ["tools.0.function.parameters", "tools.1.function.parameters"]
+
+
+@pytest.mark.parametrize("pattern", ["^(?!x)", "a(?<=x)", "^x\\b", "^(x).*\\1"])
+def test_patterns_that_look_around_are_left_out_unless_strict(pattern):
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    strict = {"type": "function", "function": {**tool["function"], "name": "g", "strict": True}}
+    grammar = grammar_for(tools=[tool, strict], tool_choice="required")
+    assert grammar.count(json.dumps(pattern)) == 1
+
+
 def test_response_format_applies_to_answers_without_calls():
     schema = {"type": "object", "properties": {"marker": {"type": "string"}}}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
@@ -280,6 +301,10 @@ def test_response_format_applies_to_answers_without_calls():
         ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}, "tools.0.function.parameters"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
+            "tools.0.function.parameters",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "a", "strict": 5}}]}, "tools.0.function.strict"),
         (
             {"tools": [{"type": "function", "function": {"name": "a", "description": 5}}]},
@@ -369,9 +394,10 @@ def test_budget_is_refused_for_a_model_without_reasoning():
     assert refusal(http, thinking_token_budget=7)["param"] == "thinking_token_budget"
 
 
-def test_continued_answer_may_begin_inside_its_reasoning():
+@pytest.mark.parametrize("content", ["<think>so far ", [{"type": "text", "text": "<think>so far "}]])
+def test_continued_answer_may_begin_inside_its_reasoning(content):
     http, _ = http_of("still</think>answer")
-    messages = [*ASK, {"role": "assistant", "content": "<think>so far "}]
+    messages = [*ASK, {"role": "assistant", "content": content}]
     fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     message = whole(http, **fields)["message"]
     assert (message["reasoning_content"], message["content"]) == ("still", "answer")

@@ -1,5 +1,6 @@
 """Grammars are compiled for what requests demand, and refused with the reason and the place."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -91,8 +92,17 @@ def test_tokens_that_only_the_model_has_are_never_allowed(compiler, tokenizer) -
             "'not' is not supported.*#/properties/q/not",
         ),
         ({"json": {"$defs": {"a/b": {"uniqueItems": True}}, "$ref": "#/$defs/a~1b"}}, "#/\\$defs/a~1b/uniqueItems"),
-        ({"json": {"type": "strnig"}}, "strnig"),
+        ({"json": {"properties": {"not": {}, "q": {"not": {}}}}}, r"supported \(#/properties/q/not\)$"),
+        ({"json": {"enum": [{"not": 1}], "items": {"not": {}}}}, r"supported \(#/items/not\)$"),
+        ({"json": {"type": "strnig"}}, r"strnig \(#\)$"),
+        ({"json": {"properties": {"a": {"items": {"type": "strnig"}}}}}, r"strnig \(#/properties/a/items\)$"),
+        ({"json": {"anyOf": [{"type": "null"}, {"pattern": "["}]}}, r"unclosed character class \(#/anyOf/1\)$"),
+        ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"pattern": "["}}}}, r"class \(#/\$defs/a\)$"),
+        ({"json": {"items": {"oneOf": [{}, {}]}}}, r"'oneOf' is not supported .* \(#/items\)$"),
         ({"json": {"$ref": "#/$defs/missing"}}, "missing"),
+        ({"json": {"$ref": "#"}}, "refers to nothing but itself"),
+        ({"json": False}, "no value can follow it"),
+        ({"json": "[]"}, "must be an object"),
         ({"json": "{"}, "json cannot be used"),
         ({"regex": "[a-z"}, "unclosed character class"),
         ({"regex": "(?=a)b"}, "look-around"),
@@ -178,3 +188,36 @@ def test_a_grammar_that_becomes_too_complex_says_so(compiler, tokenizer) -> None
     assert "Too many items" in answer.error
     assert "verbose" not in answer.error
     assert not mask.any(), "no token can be sampled, which ends the request"
+
+
+@pytest.mark.parametrize(("lenient", "field"), [(False, "parts"), (True, "loose_parts")])
+def test_error_of_a_grammar_made_of_parts_is_that_of_the_part_at_fault(compiler, lenient: bool, field: str) -> None:
+    options = {"x-guidance": {"lenient": lenient}}
+    schemas = [{**options, "items": {"type": "integer"}}, {**options, "items": {"type": "strnig"}}]
+    parts = [StructuredOutput(json=schema, place=f"tools.{i}") for i, schema in enumerate(schemas)]
+    grammar = "\n".join(["%llguidance {}", "start: a b", *map("{}: %json {}".format, "ab", map(json.dumps, schemas))])
+    with pytest.raises(RequestError, match=r"tools\.1 cannot be used: Invalid type: strnig \(#/items\)$") as error:
+        compiler.compile(StructuredOutput(grammar=grammar, place="tools", **{field: parts}))
+    assert error.value.field == "tools.1"
+
+
+def chain(length: int, link: str, last: str) -> str:
+    return "".join([*(link.format(i, i + 1) for i in range(length)), last.format(length)])
+
+
+REFERENCES = '{{"$ref": "#/$defs/0", "$defs": {{{}}}}}'
+ARRAYS = '"{}":' + '{{"items":' * 60 + '{{"$ref":"#/$defs/{}"}}' + "}}" * 60 + ","
+
+
+@pytest.mark.parametrize(
+    "deep",
+    [
+        StructuredOutput(grammar=chain(8000, 'r{}: r{} | "a"\n', 'r{}: "z"\nstart: r0')),
+        StructuredOutput(json=REFERENCES.format(chain(7000, '"{}":{{"$ref":"#/$defs/{}"}},', '"{}":{{}}'))),
+        StructuredOutput(json=REFERENCES.format(chain(300, ARRAYS, '"{}":{{}}'))),
+    ],
+    ids=["rules", "references", "arrays"],
+)
+def test_deep_grammar_is_compiled_or_refused_and_ends_no_process(compiler, deep: StructuredOutput) -> None:
+    with contextlib.suppress(RequestError):
+        compiler.compile(deep)

@@ -127,6 +127,13 @@ def test_answer_follows_the_older_form(follows):
         ({"type": "const_string", "value": "a", "colour": 1}, "colour"),
         ({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}, "format.style"),
         ({"type": "json_schema"}, "format.json_schema"),
+        (
+            {"type": "json_schema", "json_schema": {"items": {"not": {}}}},
+            "json_schema: the keyword 'not' is not supported",
+        ),
+        ({"type": "or", "elements": [{"type": "regex", "pattern": "["}]}, "format.elements.0.pattern"),
+        ({"type": "or", "elements": [{"type": "regex", "pattern": "(?=a)"}]}, "format.elements.0.pattern"),
+        ({"type": "or", "elements": [{"type": "grammar", "grammar": "start: missing"}]}, "format.elements.0.grammar"),
         ({"type": "any_text", "excludes": ["a"]}, "format.excludes"),
         ({"type": "sequence", "elements": [ANY, CITY]}, "format.elements.0"),
         ({"type": "sequence", "elements": [const("a"), {"type": "or", "elements": 5}]}, "format.elements.1.elements"),

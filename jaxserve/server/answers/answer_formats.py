@@ -14,6 +14,7 @@ from jaxserve.parsing.grammar import tool_grammar
 from jaxserve.parsing.parser import AnswerFormat
 from jaxserve.parsing.reasoning import ReasoningFormat
 from jaxserve.parsing.registry import NONE, reasoning_format, tool_format
+from jaxserve.parsing.schemas import guided, object_schema
 from jaxserve.parsing.tools import Tool
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.settings import ServerSettings
@@ -63,12 +64,13 @@ class AnswerFormats:
         use = form.tool_use
         if use is None or form.tool_format is None or not (use.constrained or asked):
             return asked
-        parts = tuple(_strict_schema(tool) for tool in use.tools if tool.strict)
+        parts = tuple(_schema(tool) for tool in use.tools if tool.strict)
+        others = tuple(_schema(tool) for tool in use.tools if not tool.strict)
         text = ""
         if asked is not None and not use.required:
             text, parts = _rule(asked), (*parts, asked)
         grammar = tool_grammar(form.tool_format, use, self.special_tokens, text)
-        return StructuredOutput(grammar=grammar, place="tools", parts=parts)
+        return StructuredOutput(grammar=grammar, place="tools", parts=parts, loose_parts=others)
 
     def reasoning_section(self, form: AnswerFormat, budget: int | None) -> ReasoningSection | None:
         """Return the reasoning for the engine. Raise RequestError for a budget if the model has no reasoning."""
@@ -87,8 +89,8 @@ class AnswerFormats:
         return any(text in self.special_tokens for text in (*tags, *markers))
 
 
-def _strict_schema(tool: Tool) -> StructuredOutput:
-    return StructuredOutput(json={"type": "object", **(tool.parameters or {})}, place=tool.place)
+def _schema(tool: Tool) -> StructuredOutput:
+    return StructuredOutput(json=guided(object_schema(tool), tool.strict), place=tool.place)
 
 
 def _rule(asked: StructuredOutput) -> str:

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from jaxserve.core.request import TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.limits import cap_max_tokens, check_params
 from jaxserve.parsing import AnswerFormat
-from jaxserve.server.answers.generation import Job
+from jaxserve.server.answers.generation import Job, Names
 from jaxserve.server.answers.prompts import render, tokens_prompts
 from jaxserve.server.errors import rename_error_fields
 from jaxserve.server.http.offload import off_loop
@@ -27,11 +28,12 @@ class ConversationJob:
 
 
 async def conversation_job(
-    state: ServerState, body: ChatBody, *, request_id: str, headers: Mapping[str, str]
+    state: ServerState, body: ChatBody, *, request_id: str, headers: Mapping[str, str], names: Names | None = None
 ) -> ConversationJob:
     """Return the work for a conversation, of which `headers` has the trace.
 
-    Raise RequestError if a field of the body or the prompt breaks a limit.
+    `names`: those of a client that has not sent the body itself, for errors during generation (`Job`). Raise
+    RequestError if a field of the body or the prompt breaks a limit.
     """
     client = state.client()
     body.check()
@@ -44,7 +46,8 @@ async def conversation_job(
     # Schemas may be large.
     form, params = await off_loop(_params, *given) if body.tools or body.has_structure else _params(*given)
     trace = TraceContext("chat", headers)
-    job = Job(request_id, [prompt], [params], body.priority, body.cache_salt or "", trace)
+    names = names or partial(rename_error_fields, body.client_names)
+    job = Job(request_id, [prompt], [params], body.priority, body.cache_salt or "", trace, names)
     return ConversationJob(client, job, form)
 
 

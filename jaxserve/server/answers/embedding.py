@@ -33,7 +33,9 @@ def embedding_usage(prompts: Sequence[TokensPrompt]) -> dict[str, int]:
 
 
 def similarities(left: Sequence[RequestOutput], right: Sequence[RequestOutput]) -> list[float]:
-    """Return the cosine of each pair of embeddings, which have length 1. One on the left is paired with all others."""
+    """Return the cosine of each pair of embeddings. One on the left is paired with all others."""
     a, b = (np.stack([np.asarray(output.embedding, np.float64) for output in side]) for side in (left, right))
+    # Their length is 1 only as far as float32 goes.
+    a, b = (side / np.linalg.norm(side, axis=1, keepdims=True) for side in (a, b))
     cosines: list[float] = (a * b).sum(axis=1).clip(-1, 1).tolist()
     return cosines

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -18,6 +18,7 @@ from jaxserve.server.schemas.common import SamplingBody
 
 Delta = tuple[int, RequestOutput]  # index of the prompt, and its new output
 PromptLogprobs = Sequence[TokenLogprobs | None]  # by token of the prompt; None for the first one
+Names = Callable[[], contextlib.AbstractContextManager[None]]
 BodyT = TypeVar("BodyT", bound=SamplingBody)
 
 
@@ -90,7 +91,10 @@ class PromptResult:
 
 @dataclass(frozen=True)
 class Job:
-    """The work of the engine for one HTTP request: prompts with their sampling parameters."""
+    """The work of the engine for one HTTP request: prompts with their sampling parameters.
+
+    `names` returns a context in which errors get the client's names of fields.
+    """
 
     id: str
     prompts: Sequence[TokensPrompt]
@@ -98,6 +102,7 @@ class Job:
     priority: int = 0
     salt: str = ""
     trace: TraceContext | None = None
+    names: Names = contextlib.nullcontext
 
     def usage(self) -> Usage:
         """Return the token counts before anything has been generated."""
@@ -109,6 +114,12 @@ class Job:
         Closing the generator aborts all prompts. An error of one prompt ends all of them. Prompts that exceed the
         queue's limits together run in several batches.
         """
+        with self.names():
+            async with contextlib.aclosing(self._run(client, stream=stream)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    async def _run(self, client: EngineClient, *, stream: bool) -> AsyncGenerator[Delta, None]:
         generate = partial(client.generate, priority=self.priority, salt=self.salt, stream=stream, trace=self.trace)
         if len(self.prompts) == 1:
             async with contextlib.aclosing(generate(self.prompts[0], self.params[0], request_id=self.id)) as outputs:

@@ -19,6 +19,7 @@ from jaxserve.server.http.offload import off_loop_if_large
 logger = logging.getLogger(__name__)
 
 URLS = tuple(route.path for route in JSON_ROUTES)
+WITHOUT_RESPONSE = ("stream", "background")  # fields with which an endpoint does not return the response at once
 SERVER = "http://127.0.0.1"  # no connection is made
 HEADERS = {"content-type": "application/json"}
 QUEUE_FULL = 503
@@ -190,8 +191,10 @@ def parse_line(line: Line, max_bytes: int) -> BatchRequest:
         raise BadLine("invalid_url", f"url is {_shown(url)}: choose from {', '.join(URLS)}", custom_id)
     if not isinstance(body, dict):
         raise BadLine("invalid_body", "body must be a JSON object", custom_id)
-    if body.get("stream"):
-        raise BadLine("unsupported_parameter", "body.stream must be false: a batch has whole responses", custom_id)
+    for field in WITHOUT_RESPONSE:
+        if body.get(field):
+            message = f"body.{field} must be false: a batch has whole responses"
+            raise BadLine("unsupported_parameter", message, custom_id)
     return BatchRequest(line.id, custom_id, url, to_json(body, inf_nan_mode="constants"))
 
 

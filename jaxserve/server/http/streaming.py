@@ -95,7 +95,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        first: asyncio.Future[Any],
+        first: asyncio.Future[list[Any]],
         rest: AsyncGenerator[Any, None],
         headers: Mapping[str, str],
         ping_interval: float,
@@ -120,7 +120,7 @@ class EventStream(Response):
         Raise an error of the generator that occurs by then, or ClientGone if the client disconnects.
         """
         interval = request.app.state.server.settings.sse_ping_interval
-        first = asyncio.ensure_future(_next(values))
+        first = asyncio.ensure_future(_first_of(values))
         try:
             await while_connected(request, asyncio.wait((first,), timeout=interval))
             if first.done():
@@ -150,7 +150,8 @@ class EventStream(Response):
             await _send_part(send, self._format.ping)
         pings = asyncio.ensure_future(self._ping(send))
         try:
-            await self._send_event(send, await self._first)
+            for value in await self._first:
+                await self._send_event(send, value)
             async for value in self._rest:
                 await self._send_event(send, value)
         except Exception as error:
@@ -178,5 +179,8 @@ async def _send_part(send: Send, data: bytes) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
-async def _next(values: AsyncGenerator[T, None]) -> T:
-    return await anext(values)
+async def _first_of(values: AsyncGenerator[T, None]) -> list[T]:
+    """Return the first value, none if there is none."""
+    async for value in values:
+        return [value]
+    return []

@@ -47,9 +47,10 @@ async def create_response(
             "background needs a server that keeps responses (--max-stored-responses)", field="background"
         )
     id = f"resp_{uuid.uuid4().hex}"
-    with responses_names(body):
+    names = partial(responses_names, body)
+    with names():
         turn, chat = await begin_turn(state, body, owner)
-        make = partial(conversation_job, state, request_id=id, headers=headers)
+        make = partial(conversation_job, state, request_id=id, headers=headers, names=names)
         work = await _fitting(make, chat) if body.truncation == "auto" else await make(chat)
     params = work.job.params[0]
     head = {

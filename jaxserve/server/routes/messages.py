@@ -27,8 +27,9 @@ async def messages(body: MessagesBody, request: Request, state: State) -> Respon
     """Answer a conversation."""
     model = state.check_model(body.model)
     chat = await _chat(state, body)
-    with rename_error_fields(body.client_names), announcing_long_prompts():
-        work = await conversation_job(state, chat, request_id=f"msg_{uuid.uuid4().hex}", headers=request.headers)
+    names, id = partial(rename_error_fields, body.client_names), f"msg_{uuid.uuid4().hex}"
+    with names(), announcing_long_prompts():
+        work = await conversation_job(state, chat, request_id=id, headers=request.headers, names=names)
     response = MessageResponse(work.client, work.job, body, model, work.form)
     request_id = new_request_id()
     headers = {"request-id": request_id, "x-request-id": work.job.id}

@@ -18,7 +18,7 @@ from jaxserve.server.schemas.responses import ResponsesBody, responses_names
 from jaxserve.server.state import State
 
 router = APIRouter(tags=["generation"])
-with_body = APIRouter(route_class=JsonRoute, tags=["generation"])
+json_router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
 JSON = "application/json"
 # Clients know the end of a stream by its last event.
@@ -33,7 +33,7 @@ async def get_owner(request: Request, state: State) -> Owner:
 Client = Annotated[Owner, Depends(get_owner)]
 
 
-@with_body.post("/v1/responses", response_model=None)
+@json_router.post("/v1/responses", response_model=None)
 async def create(body: ResponsesBody, request: Request, state: State, owner: Client) -> Response:
     """Answer a conversation of items."""
     response = await create_response(state, body, owner, request.headers)
@@ -50,7 +50,7 @@ async def create(body: ResponsesBody, request: Request, state: State, owner: Cli
     return Response(whole, headers=headers, media_type=JSON)
 
 
-@with_body.post("/v1/responses/input_tokens")
+@json_router.post("/v1/responses/input_tokens")
 async def count_input_tokens(body: ResponsesBody, state: State, owner: Client) -> dict[str, Any]:
     """Return the number of tokens of the prompt that a response would have."""
     client = state.client()
@@ -135,6 +135,3 @@ def _page(stored: StoredResponse, limit: int, order: str, after: str | None) -> 
 
 async def _whole(stored: StoredResponse) -> Response:
     return Response(stored.data if stored.running is None else await stored.running.written(), media_type=JSON)
-
-
-router.include_router(with_body)

@@ -74,16 +74,23 @@ class Body(BaseModel):
         """Raise UnsupportedParameter if a field that the body does not define is in `table` or is not `harmless`.
 
         With --ignore-unknown-fields, ignore and log fields that are neither. `place` is the prefix of a field in the
-        error: its parent and a dot.
+        error: its parent and a dot. Objects in fields are checked as well.
         """
-        extra = self.model_extra
-        if not extra:
-            return
         known = self.__class__.model_fields
-        ignored = check_fields(extra, known, table, harmless, place, ignore_unknown=self._ignores_unknown)
+        ignored = check_fields(
+            self.model_extra or {}, known, table, harmless, place, ignore_unknown=self._ignores_unknown
+        )
         if ignored and not place:
             names = ", ".join(repr(name[:40]) for name in ignored[:8])
             logger.info("ignored %d unknown fields: %s", len(ignored), names)
+        for name in known:
+            value = getattr(self, name)
+            if isinstance(value, Body):
+                value.check_inside(f"{place}{name}.")
+
+    def check_inside(self, place: str) -> None:
+        """Raise UnsupportedParameter for a field that this object, which is part of a body, does not have."""
+        self.check_extra({}, (), place)
 
 
 def check_fields(

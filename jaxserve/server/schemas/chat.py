@@ -72,8 +72,7 @@ class Conversation(ToolsBody):
         """Return the beginning of the answer if the last message is to be continued, else None."""
         if not self.continue_final_message:
             return None
-        content = self.messages[-1].content
-        return content if isinstance(content, str) else ""
+        return text_of(self.messages[-1].content or "")
 
     def template_variables(self) -> dict[str, Any]:
         """Return the keyword arguments of `Tokenizer.apply_chat_template`.
@@ -118,7 +117,7 @@ class ChatBody(Conversation, SamplingBody):
     @property
     def client_names(self) -> dict[str, str]:
         """Names that the client uses for parameters of the engine, where they differ."""
-        names = {"logprobs": "top_logprobs"}
+        names = {"logprobs": "top_logprobs", "reasoning.max_tokens": "thinking_token_budget"}
         return names if self.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
     @property

@@ -29,9 +29,9 @@ class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
-    def check(self) -> None:
-        """Raise UnsupportedParameter if there is an option that no stream has."""
-        self.check_extra({}, HARMLESS_IN_STREAM_OPTIONS, "stream_options.")
+    def check_inside(self, place: str) -> None:
+        """Raise UnsupportedParameter for an option that no stream has."""
+        self.check_extra({}, HARMLESS_IN_STREAM_OPTIONS, place)
 
 
 class SamplingBody(StructuredBody):
@@ -83,10 +83,8 @@ class SamplingBody(StructuredBody):
     def check_stream(self) -> None:
         """Raise RequestError if an unsupported field or a combination with `stream` is given."""
         self.check_extra()
-        if self.stream_options is not None:
-            self.stream_options.check()
-            if not self.stream:
-                raise RequestError("stream_options needs stream to be true", field="stream_options")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream to be true", field="stream_options")
 
     def tokens_to_leave(self, asked: int | None) -> int:
         """Return the tokens for which a prompt must leave room. `asked`: max_tokens, None or -1 for as many as fit."""

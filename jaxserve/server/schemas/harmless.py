@@ -71,3 +71,5 @@ HARMLESS_IN_PARTS = frozenset(
 )
 
 HARMLESS_IN_STREAM_OPTIONS = frozenset({"include_obfuscation"})
+
+HARMLESS_IN_OUTPUT_CONFIG = frozenset({"task_budget"})  # which models must be trained for

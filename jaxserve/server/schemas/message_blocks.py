@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.server.schemas.body import Body, expecting
+from jaxserve.server.schemas.harmless import HARMLESS_IN_MESSAGES
+from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_MESSAGES
 
 Content = Annotated[str | list[dict[str, Any]], expecting("a string or a list of content blocks")]
 Block = tuple[str, Mapping[str, Any]]  # the block's name for errors, and the block
@@ -21,6 +23,10 @@ class Message(Body):
 
     role: Literal["user", "assistant", "system"]
     content: Content
+
+    def check_inside(self, place: str) -> None:
+        """Raise UnsupportedParameter for a field that may have an effect."""
+        self.check_extra(UNSUPPORTED_IN_MESSAGES, HARMLESS_IN_MESSAGES, place)
 
 
 def chat_messages(

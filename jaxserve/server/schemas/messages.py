@@ -10,7 +10,7 @@ from jaxserve.server.messages.errors import ThreadUnsupported
 from jaxserve.server.schemas.body import Body
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.common import PRIORITY_BOUND
-from jaxserve.server.schemas.harmless import HARMLESS_IN_MESSAGES_API
+from jaxserve.server.schemas.harmless import HARMLESS_IN_MESSAGES_API, HARMLESS_IN_OUTPUT_CONFIG
 from jaxserve.server.schemas.message_blocks import Content, Message, chat_messages, num_blocks
 from jaxserve.server.schemas.unsupported import Unsupported
 
@@ -74,6 +74,10 @@ class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
+    def check_inside(self, place: str) -> None:
+        """Raise UnsupportedParameter for a field that may have an effect."""
+        self.check_extra({}, HARMLESS_IN_OUTPUT_CONFIG, place)
+
 
 class MessageAsChat(ChatBody):
     """A message to generate as a chat completion. Anthropic lowers max_tokens to what fits, too."""
@@ -113,6 +117,8 @@ class PromptBody(Body):
         takes system messages that follow others.
         """
         self.check_extra(UNSUPPORTED_IN_MESSAGES_API, HARMLESS_IN_MESSAGES_API)
+        for index, message in enumerate(self.messages):
+            message.check_inside(f"messages.{index}.")
         if self.thread is not None:
             raise ThreadUnsupported("thread is not supported: send the whole conversation", field="thread")
         messages = chat_messages(self.system, self.messages, late_system=late_system)
@@ -143,6 +149,7 @@ class PromptBody(Body):
         names = {
             "stop": "stop_sequences",
             "tool_choice.function.name": "tool_choice.name",
+            "reasoning.max_tokens": "thinking.budget_tokens",
             "response_format.json_schema.schema": f"{self._format_place}.schema",
         }
         for i in range(len(self.tools or ())):

@@ -15,7 +15,7 @@ from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.common import PRIORITY_BOUND
 from jaxserve.server.schemas.response_items import Item, messages_of
 from jaxserve.server.schemas.response_tools import KINDS, ClientTool, chat_tool_choice, client_tools
-from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_RESPONSES, check_unsupported
+from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_RESPONSES
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
@@ -77,6 +77,7 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "reasoning_effort": "reasoning.effort",
+    "reasoning.max_tokens": "thinking_token_budget",
     "tool_choice.allowed_tools.tools": "tool_choice.tools",
     "tool_choice.function.name": "tool_choice.name",
 }
@@ -93,6 +94,10 @@ class Reasoning(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None  # the former name of summary
+
+    def check_inside(self, place: str) -> None:
+        """Raise UnsupportedParameter for a field that has an effect."""
+        self.check_extra(UNSUPPORTED_IN_RESPONSES, (), place)
 
 
 class TextOptions(Body):
@@ -186,8 +191,6 @@ class ResponsesBody(Body):
                 field="text.verbosity",
                 value=self.text.verbosity,
             )
-        if self.reasoning is not None:
-            check_unsupported(self.reasoning.model_extra or {}, UNSUPPORTED_IN_RESPONSES, "reasoning.")
 
     @property
     def num_logprobs(self) -> int | None:

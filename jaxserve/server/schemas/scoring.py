@@ -54,6 +54,10 @@ class Document(Body):
 
     text: str
 
+    def check_inside(self, place: str) -> None:
+        """Raise UnsupportedParameter for content that is not text. Any other field is allowed."""
+        check_unsupported(self.model_extra or {}, UNSUPPORTED_IN_DOCUMENTS, place)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the document as it was given."""
         return {"text": self.text, **(self.model_extra or {})}
@@ -76,9 +80,9 @@ class RerankBody(EmbeddedBody):
     def check(self) -> None:
         """Raise RequestError if a field, or a field of a document, is not supported."""
         self.check_extra(UNSUPPORTED_IN_SCORING)
-        for place, text in (("query", self.query), *((f"documents.{i}", d) for i, d in enumerate(self.documents))):
-            if isinstance(text, Document):
-                check_unsupported(text.model_extra or {}, UNSUPPORTED_IN_DOCUMENTS, f"{place}.")
+        for index, document in enumerate(self.documents):
+            if isinstance(document, Document):
+                document.check_inside(f"documents.{index}.")
 
 
 def texts_of(documents: Sequence[str | Document]) -> list[str]:

@@ -57,7 +57,7 @@ class StructuredBody(Body):
         if self.response_format:
             yield from _of_response_format(self.response_format)
         if self.structured_outputs:
-            yield _of_structured_outputs(self.structured_outputs)
+            yield from _of_structured_outputs(self.structured_outputs)
         for name, kind in TOP_LEVEL.items():
             value = getattr(self, name)
             if value is not None and value not in ("", []):
@@ -100,12 +100,14 @@ def _of_response_format(given: Mapping[str, Any]) -> Iterator[StructuredOutput]:
         )
 
 
-def _of_structured_outputs(given: Mapping[str, Any]) -> StructuredOutput:
-    """Return what vLLM's `structured_outputs` demands."""
-    asked = {name: value for name, value in given.items() if value not in (None, False) or name == "json"}
+def _of_structured_outputs(given: Mapping[str, Any]) -> Iterator[StructuredOutput]:
+    """Yield what vLLM's `structured_outputs` demands, nothing if all its fields have their defaults."""
+    given = {name: value for name, value in given.items() if value is not None}
+    asked = {name: value for name, value in given.items() if value is not False or name == "json"}
     place = "structured_outputs"
     unknown = sorted(asked.keys() - set(KINDS))
     if unknown:
         name = f"{place}.{unknown[0][:40]}"
         raise UnsupportedParameter(f"{name} is not supported", field=name, value=asked[unknown[0]])
-    return StructuredOutput(**asked, place=f"{place}.{next(iter(asked))}" if len(asked) == 1 else place)
+    if asked:
+        yield StructuredOutput(**asked, place=f"{place}.{next(iter(asked))}" if len(asked) == 1 else place)

@@ -143,6 +143,10 @@ def _tool(given: Mapping[str, Any], place: str) -> Tool:
         raise RequestError(f"{place}.description must be a string", field=f"{place}.description")
     if not isinstance(parameters, Mapping | None):
         raise RequestError(f"{place}.parameters must be a JSON schema", field=f"{place}.parameters", value=parameters)
+    kind = (parameters or {}).get("type")
+    if kind is not None and "object" not in (kind if isinstance(kind, list) else [kind]):
+        field = f"{place}.parameters"
+        raise RequestError(f"{field} has the type {str(kind)[:40]!r}: it must be object", field=field, value=kind)
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
         raise RequestError(f"{place}.strict must be true or false", field=f"{place}.strict", value=strict)
