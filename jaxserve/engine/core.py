@@ -217,12 +217,13 @@ class EngineCore:
         the outputs come with the next `update`.
         """
         running, tokens, seconds = self.scheduler.running, [0] * count, 0.0
-        self.scheduler.repeat(count - 1)
         for sequence in running:
             assert sequence.last_token is not None
             seconds += end - sequence.last_token
             sequence.tokens += tokens
             sequence.last_token = end
+        self.scheduler.repeat(count - 1)
+        for sequence in running:
             self.scheduler.register_full_pages(sequence)
         self._counters.steady(count, len(running), seconds)
         self._counters.times.repeated(count, end)

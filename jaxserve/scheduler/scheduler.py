@@ -10,7 +10,7 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.request import Sequence, SequenceStatus
@@ -86,11 +86,23 @@ class Scheduler:
     def repeat(self, count: int) -> None:
         """Schedule `count` further steps that decode all running sequences, and count as many earlier steps as ended.
 
-        The result equals `count` calls of `schedule`. `count` is at most `steady_steps`.
+        The result equals `count` calls of `schedule`, before each of which the pages that the step before it has filled
+        were registered. `count` is at most `steady_steps`. The sequences have their tokens already.
         """
-        for sequence in self.running:
-            sequence.num_computed += count
-            self._add_pages(sequence, self._missing_pages(sequence, sequence.num_computed))
+        size, before = self.limits.page_size, [sequence.num_computed for sequence in self.running]
+        filling: dict[int, list[tuple[Sequence, int]]] = {}  # by the number of the step that needs the next page
+        for sequence, computed in zip(self.running, before, strict=True):
+            for step in range(-computed % size, count, size):
+                filling.setdefault(step, []).append((sequence, computed + step))
+        # In the order of single steps, since the pages that are found in the prefix cache and dropped depend on it.
+        for _, sequences in sorted(filling.items(), key=itemgetter(0)):
+            for sequence, computed in sequences:
+                sequence.num_computed = computed
+                self.register_full_pages(sequence)
+            for sequence, computed in sequences:
+                self._add_pages(sequence, self._missing_pages(sequence, computed + 1))
+        for sequence, computed in zip(self.running, before, strict=True):
+            sequence.num_computed = computed + count
 
     def finish(self, sequence: Sequence) -> None:
         """End a waiting or running sequence and give its pages back."""
