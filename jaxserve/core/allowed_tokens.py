@@ -17,7 +17,7 @@ class AllowedTokens(Sequence[int]):
     """
 
     def __init__(self, ids: Sequence[int]):
-        if not isinstance(ids, (list, tuple)) or not ids:
+        if not isinstance(ids, (list, tuple, AllowedTokens)) or not ids:
             raise RequestError(f"{FIELD} must be a list of at least one token id", field=FIELD, value=ids)
         if not set(map(type, ids)) <= {int} or min(ids) < 0 or max(ids) > MAX_ID:
             wrong = next(token for token in ids if type(token) is not int or not 0 <= token <= MAX_ID)

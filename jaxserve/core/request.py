@@ -33,7 +33,7 @@ class SequenceStatus(Enum):
 
 @dataclass(frozen=True)
 class TraceContext:
-    """What traces need to know of the HTTP request that a request belongs to."""
+    """The part of an HTTP request that the traces of its requests need."""
 
     operation: str  # "chat", "text_completion" or "embeddings"
     headers: Mapping[str, str]  # traceparent and tracestate are read

@@ -17,7 +17,7 @@ SCALAR = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9
 
 @dataclass(frozen=True)
 class Head:
-    """What a call says before its arguments begin. `arguments` are those that came before; None: they come next."""
+    """The beginning of a call, up to its arguments. `arguments` are those that came before; None: they come next."""
 
     name: str
     arguments: str | None = None

@@ -15,7 +15,7 @@ Parser = Incremental | PlainText
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """What the answers to one request consist of besides text.
+    """The parts that the answers to one request may have besides text.
 
     `section`: the reasoning with which they begin; None if there is none or if it stays in the text. `tool_format` and
     `tool_use`: how calls are written, and the tools that they may call. `calls_before`: the number of calls in the

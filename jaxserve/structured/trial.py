@@ -32,7 +32,7 @@ TOO_LARGE = "it takes too much time, memory or nesting to compile"
 
 @dataclass(frozen=True)
 class Tried:
-    """What a trial has found: the source of a grammar for llguidance, and the memory in bytes that it takes compiled.
+    """The result of a trial: the source of a grammar for llguidance, and the memory in bytes that it takes compiled.
 
     `error`: why the grammar cannot be used, "" if it can.
     """

@@ -321,12 +321,14 @@ def test_parallel_tool_calls_false_ends_with_the_first_call():
 def test_sampling_fields_reach_the_engine():
     fake = answering("ok")
     asked = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 3, "stop": ["x"], "ignore_eos": True}
+    asked["allowed_token_ids"] = [5, 6]
     with serving(fake) as address, connect(address.url) as client:
         client.responses.create(
             model="fake", input="hi", temperature=0.3, top_p=0.8, max_output_tokens=9, extra_body=asked
         )
     params = fake.seen[-1][1]
     assert (params.temperature, params.top_p, params.max_tokens) == (0.3, 0.8, 9)
+    assert list(params.allowed_token_ids) == [5, 6]
     assert (params.top_k, params.min_p, params.repetition_penalty, params.seed) == (5, 0.1, 1.1, 3)
     assert params.stop_strings == ("x",)
 

@@ -5,25 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import RequestError
 from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.core.structured import Matcher, StructuredOutput
-from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.structured.compiler import LLGrammarCompiler
 
 TAGS = "<think>", "</think>"
 CHOICE = StructuredOutput(choice=["yes", "no"])
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(bundled_model_path())
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> LLGrammarCompiler:
-    return LLGrammarCompiler(tokenizer, tokenizer.eos_token_ids)
 
 
 class Walk:

@@ -3,14 +3,10 @@
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 
-from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import RequestError
 from jaxserve.core.structured import StructuredOutput
-from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.structured.compiler import LLGrammarCompiler
 
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["a", "b"]}}, "required": ["city"]}
 CITY = {"type": "json_schema", "json_schema": {**SCHEMA, "additionalProperties": False}}
@@ -26,33 +22,6 @@ def const(value: str) -> dict[str, Any]:
 
 def triggered(**fields: Any) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": ["<function="], "tags": [CALL], **fields}
-
-
-@pytest.fixture(scope="module")
-def compiler() -> LLGrammarCompiler:
-    tokenizer = Tokenizer.load(bundled_model_path())
-    return LLGrammarCompiler(tokenizer, tokenizer.eos_token_ids)
-
-
-@pytest.fixture(scope="module")
-def follows(compiler):
-    """Return a function that says whether a structural tag allows a text token by token, and to end there."""
-    tokenizer = Tokenizer.load(bundled_model_path())
-
-    def allowed(given: dict[str, Any], text: str) -> bool:
-        answer = compiler.compile(StructuredOutput(structural_tag=given)).start()
-        mask = np.zeros(-(-tokenizer.vocab_size // 32), np.uint32)
-        for token in tokenizer.encode(text, add_special_tokens=False):
-            answer.fill(mask)
-            if answer.ended or not mask[token // 32] >> (token % 32) & 1:
-                return False
-            answer.accept(token)
-        if answer.ended:
-            return True
-        answer.fill(mask)
-        return any(bool(mask[eos // 32] >> (eos % 32) & 1) for eos in tokenizer.eos_token_ids)
-
-    return allowed
 
 
 @pytest.mark.parametrize(
@@ -106,16 +75,17 @@ def follows(compiler):
     ids=lambda value: json.dumps(value)[:60],
 )
 def test_answer_follows_the_format(follows, form, good, bad):
-    given = {"type": "structural_tag", "format": form}
-    assert [text for text in good if not follows(given, text)] == []
-    assert [text for text in bad if follows(given, text)] == []
+    asked = StructuredOutput(structural_tag={"type": "structural_tag", "format": form})
+    assert [text for text in good if not follows(asked, text)] == []
+    assert [text for text in bad if follows(asked, text)] == []
 
 
 def test_answer_follows_the_older_form(follows):
     structure = {"begin": "<function=f>", "schema": CITY["json_schema"], "end": "</function>"}
     given = {"type": "structural_tag", "structures": [structure], "triggers": ["<function="]}
-    assert follows(given, f"hello {CALLED}")
-    assert not follows(given, "<function=g>")
+    asked = StructuredOutput(structural_tag=given)
+    assert follows(asked, f"hello {CALLED}")
+    assert not follows(asked, "<function=g>")
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 import pytest
 
-from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import RequestError
 from jaxserve.core.structured import StructuredOutput
-from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.structured import compiler as compiler_module
 from jaxserve.structured.compiler import LLGrammarCompiler
 from jaxserve.structured.trial import TOO_LARGE, GrammarTrials
@@ -27,16 +25,6 @@ FATAL = {
     ),
     "long expression": StructuredOutput(regex="a?" * 100_000),
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(bundled_model_path())
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer) -> LLGrammarCompiler:
-    return LLGrammarCompiler(tokenizer, tokenizer.eos_token_ids)
 
 
 @pytest.mark.parametrize("kind", FATAL)

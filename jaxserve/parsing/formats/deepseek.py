@@ -72,7 +72,7 @@ class DeepSeekV31(CallSection):
 
 
 class DeepSeekV3(DeepSeekV31):
-    """As V3.1, but with <｜tool▁call▁begin｜>function<｜tool▁sep｜>f and the arguments in a block of Markdown."""
+    """The format of V3.1, but with <｜tool▁call▁begin｜>function<｜tool▁sep｜>f and arguments in a Markdown block."""
 
     name = "deepseek_v3"
     separator = "\n"

@@ -77,7 +77,7 @@ class Pythonic(ToolFormat):
 
 
 class Llama4Pythonic(Pythonic):
-    """As pythonic, and anywhere in an answer between <|python_start|> and <|python_end|>."""
+    """The pythonic format, and anywhere in an answer between <|python_start|> and <|python_end|>."""
 
     name = "llama4_pythonic"
     markers = ("<|python_start|>", "<|python_end|>")

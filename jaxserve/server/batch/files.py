@@ -140,7 +140,7 @@ class AnswersFile:
 
 
 class _Answer(NamedTuple):
-    """What a line of the output says: the key of its request, and whether this has a response with status 200.
+    """The content of a line of the output: the key of its request, and whether this has a response with status 200.
 
     The last line may have been cut off. Then its key is empty.
     """

@@ -47,7 +47,7 @@ class BatchRequest:
 
 @dataclass
 class Progress:
-    """What has become of the lines of a batch."""
+    """The numbers of lines of a batch by what has become of them."""
 
     total: int
     earlier: int  # answered by an earlier run

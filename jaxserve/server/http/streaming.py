@@ -45,7 +45,7 @@ def _error_values(error: Exception) -> list[Any]:
 
 @dataclass(frozen=True)
 class StreamFormat:
-    """How a stream is written: its values, the values that tell of an error, its end, and what is sent in silence."""
+    """The form of a stream: of its values, of those that tell of an error, of its end, and of what fills silence."""
 
     write: Callable[[Any], bytes] = event
     errors: Callable[[Exception], Iterable[Any]] = _error_values

@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shown:
-    """What a response shows of an answer besides its texts.
+    """The details of an answer that a response shows besides its texts.
 
     `alternatives`: the number of likely tokens to list with the log-probability of each token, None for no
     log-probabilities. `sealed`: reasoning is returned as `encrypted_content`, too. `tools`: the client's tools by the
@@ -91,7 +91,7 @@ class OutputItem:
 
     @property
     def argument(self) -> str:
-        """What a call gives its tool: JSON, or the text for a custom tool."""
+        """The input of a call for its tool: JSON, or the text for a custom tool."""
         assert isinstance(self.part, Call)
         return _custom_text(self.part.arguments) if self.is_custom else self.part.arguments
 

@@ -40,7 +40,7 @@ class PreviousResponseNotFound(RequestError):
 
 @dataclass(eq=False)
 class Turn:
-    """What one response added to a conversation: the items of its input and output as JSON, by id.
+    """The part of a conversation that one response added: the items of its input and output as JSON, by id.
 
     `previous`: the turn that it continues, which is kept as long as this one.
     """

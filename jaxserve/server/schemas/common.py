@@ -34,11 +34,9 @@ class StreamOptions(Body):
         self.check_extra({}, HARMLESS_IN_STREAM_OPTIONS, place)
 
 
-class SamplingBody(StructuredBody):
-    """The sampling parameters of chat and text completions. None means the model's default."""
+class SamplingFields(Body):
+    """The parameters of sampling that all endpoints for generation take. None means the model's default."""
 
-    model: str | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -55,8 +53,15 @@ class SamplingBody(StructuredBody):
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: Annotated[Sequence[int] | None, PlainValidator(AllowedTokens), WithJsonSchema(TOKEN_IDS)] = None
-    prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
+
+
+class SamplingBody(SamplingFields, StructuredBody):
+    """The sampling parameters of chat and text completions. None means the model's default."""
+
+    model: str | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     truncate_prompt_tokens: int | None = None

@@ -33,7 +33,7 @@ UNSUPPORTED_IN_MESSAGES_API: Mapping[str, Unsupported] = {
 
 
 class Thinking(Body):
-    """Whether the model reasons, and for how many tokens at most. `display`: "omitted" leaves the text out."""
+    """The field for whether the model reasons, and for how long. `display`: "omitted" leaves the text out."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int | None, Field(ge=0)] = None
@@ -209,7 +209,7 @@ class MessagesBody(PromptBody):
 
     @property
     def thinking_display(self) -> str:
-        """How the answer shows thinking: "summarized", "omitted" (blocks without text) or "none"."""
+        """The way in which the answer shows thinking: "summarized", "omitted" (blocks without text) or "none"."""
         if self.thinking is None:
             return "summarized"
         return "none" if self.thinking.type == "disabled" else self.thinking.display or "summarized"

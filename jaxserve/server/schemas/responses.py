@@ -12,7 +12,7 @@ from jaxserve.server.errors import rename_field
 from jaxserve.server.http.offload import MAX_INLINE_SIZE
 from jaxserve.server.schemas.body import Body, expecting
 from jaxserve.server.schemas.chat import ChatBody
-from jaxserve.server.schemas.common import PRIORITY_BOUND
+from jaxserve.server.schemas.common import PRIORITY_BOUND, SamplingFields
 from jaxserve.server.schemas.response_items import Item, messages_of
 from jaxserve.server.schemas.response_tools import KINDS, ClientTool, chat_tool_choice, client_tools
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_RESPONSES
@@ -31,30 +31,9 @@ OTHER_INCLUDABLE = (
 INCLUDABLE = (LOGPROBS, SEALED_REASONING, *OTHER_INCLUDABLE)
 # Fields that chat completions have under the same name.
 SHARED = (
-    "model",
-    "parallel_tool_calls",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "bad_words",
-    "skip_special_tokens",
-    "structured_outputs",
-    "chat_template_kwargs",
-    "enable_thinking",
-    "thinking_token_budget",
-    "priority",
-    "cache_salt",
+    *SamplingFields.model_fields,
+    *("model", "parallel_tool_calls", "structured_outputs", "chat_template_kwargs", "enable_thinking"),
+    *("thinking_token_budget", "priority", "cache_salt"),
 )
 # Fields that the response repeats as they were given, with the values for those that were not.
 REPEATED = {
@@ -89,7 +68,7 @@ MetadataText = Annotated[str, Field(max_length=512)]
 
 
 class Reasoning(Body):
-    """How the model shall reason. A summary cannot be asked for: the reasoning itself is returned."""
+    """The field that says how the model reasons. A summary cannot be asked for: the reasoning itself is returned."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -101,7 +80,7 @@ class Reasoning(Body):
 
 
 class TextOptions(Body):
-    """What the text shall be."""
+    """The field that says what form the text has."""
 
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -114,7 +93,7 @@ class TextOptions(Body):
         return {"type": "json_schema", "json_schema": {name: given[name] for name in given if name != "type"}}
 
 
-class ResponsesBody(Body):
+class ResponsesBody(SamplingFields):
     """A response as in OpenAI's API reference, with vLLM's additional sampling parameters."""
 
     model: str | None = None
@@ -141,22 +120,6 @@ class ResponsesBody(Body):
     prompt_cache_key: MetadataText | None = None
     prompt_cache_retention: MetadataText | None = None
     service_tier: MetadataText | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
-    stop: Annotated[str | list[str] | None, expecting("a string or a list of strings")] = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
-    skip_special_tokens: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
@@ -199,7 +162,7 @@ class ResponsesBody(Body):
 
     @property
     def effort(self) -> str | None:
-        """How much the model shall reason."""
+        """The effort with which the model reasons, None for the default of the chat template."""
         return None if self.reasoning is None else self.reasoning.effort
 
     def client_tools(self) -> list[ClientTool]:

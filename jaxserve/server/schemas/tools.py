@@ -78,7 +78,7 @@ class ToolsBody(Body):
 
 
 class _Choice:
-    """What `tool_choice` demands. `names`: the only tools that may be called, None for all."""
+    """The demand of `tool_choice`. `names`: the only tools that may be called, None for all."""
 
     def __init__(self, required: bool, names: set[str] | None = None):
         self.required, self.names = required, names
