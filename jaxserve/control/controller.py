@@ -3,25 +3,27 @@
     snapshot -> smoothing -> policy -> plan -> validate, diff -> actuator -> plan in force
 
 Every instance has its own state of the policy, decision under way, failures and actuator, so that one that fails or is
-slow holds up no other. Time is an argument, and only the actuators have effects.
+slow holds up no other. The set of instances has a control of its own (`control.structure`). Time is an argument, and
+only the actuators have effects.
 """
 
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import count, islice
-from typing import Any
 
 from jaxserve.control.diff import diff, diff_all
+from jaxserve.control.instance_controller import Backoff, Failures, InstanceController
 from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
-from jaxserve.control.policy import Policy, errors_of_policy
+from jaxserve.control.policy import Policy, ServiceView
 from jaxserve.control.record import Decision, HistorySample, sample
-from jaxserve.control.resources import Resources, validate, validate_instance
-from jaxserve.control.transitions import Actuator, Transition
-from jaxserve.core.errors import PlanError
-from jaxserve.telemetry import Smoother, Snapshot
+from jaxserve.control.regroup import has_same_instances
+from jaxserve.control.resources import Resources, validate
+from jaxserve.control.structure import RegroupActuator, StructureController
+from jaxserve.control.transitions import Actuator
+from jaxserve.telemetry import Smoother, Snapshot, WaitingRoom
 
 log = logging.getLogger(__name__)
 
@@ -29,27 +31,6 @@ DECISIONS = 1000  # latest decisions that are remembered
 HISTORY = 15 * 60  # latest samples that are remembered
 HISTORY_INTERVAL = 1.0  # s between two samples
 MAX_NOTES = 4  # notes of instances in the note about all
-
-
-@dataclass(frozen=True)
-class Backoff:
-    """Exponential back-off after consecutive failures, in seconds."""
-
-    first: float = 1.0
-    factor: float = 2.0
-    max_delay: float = 60.0
-
-    def delay(self, failures: int) -> float:
-        """Return how long to wait after this number of consecutive failures (at least 1)."""
-        return min(self.max_delay, self.first * self.factor ** min(failures - 1, 64))
-
-
-@dataclass(frozen=True)
-class Failures:
-    """Consecutive failures, and the time before which the policy is not asked again."""
-
-    count: int = 0
-    until: float = float("-inf")
 
 
 class Controller:
@@ -62,14 +43,16 @@ class Controller:
         resources: Resources,
         actuators: Mapping[str, Actuator],
         *,
+        regrouper: RegroupActuator | None = None,
         tick: float = 0.1,
         window: float = 5.0,
         backoff: Backoff | None = None,
     ):
-        """Control the instances of the plan in force, to which policies return. `actuators` are by instance.
+        """Control the instances of the plan in force, to which policies return.
 
-        `tick` is the interval between decisions in seconds, and `window` the seconds over which snapshots are smoothed.
-        Raise `ConfigError` if the policy cannot begin.
+        `actuators` always has those of the instances in force, by name. Without a `regrouper`, the set of instances
+        never changes. `tick` is the interval between decisions in seconds, and `window` the seconds over which
+        snapshots are smoothed. Raise `ConfigError` if the policy cannot begin.
         """
         self.interval = tick
         self.policy = policy
@@ -81,21 +64,38 @@ class Controller:
         self._lock = threading.RLock()
         self._due = self._sample_due = float("-inf")
         self._turn: object | None = None  # of the tick that may change something
-        backoff = Backoff() if backoff is None else backoff
-        self._instances = {
-            instance.name: InstanceController(
-                instance,
-                policy,
-                resources,
-                in_force,
-                actuators[instance.name],
-                Smoother(window),
-                backoff,
-                self._record,
-                self._lock,
-            )
-            for instance in in_force.plan.instances
-        }
+        self._start, self._actuators, self._window = in_force.plan, actuators, window
+        self._backoff = Backoff() if backoff is None else backoff
+        self._regrouper = regrouper
+        self._instances: dict[str, InstanceController] = {}
+        self._structure = StructureController(
+            policy, self._start, resources, in_force, regrouper, self._backoff, self._record, self._lock
+        )
+        self._follow_instances()
+
+    def _follow_instances(self) -> None:
+        """Begin to control instances that are new in the plan in force, and forget those that have ended."""
+        plans = {plan.name: plan for plan in self._in_force.plan.instances}
+        followed: dict[str, InstanceController] = {}
+        for name, plan in plans.items():
+            known, actuator = self._instances.get(name), self._actuators[name]
+            if known is None or known.actuator is not actuator:
+                known = InstanceController(
+                    home(plan, self._start, self._resources),
+                    self.policy,
+                    self._resources,
+                    self._in_force,
+                    actuator,
+                    Smoother(self._window),
+                    self._backoff,
+                    self._record,
+                    self._lock,
+                )
+                known.held = self._structure.target is not None
+            followed[name] = known
+        if followed != self._instances:
+            with self._lock:
+                self._instances = followed
 
     @property
     def plan(self) -> Plan:
@@ -117,6 +117,8 @@ class Controller:
     def target(self) -> Plan | None:
         """The plan in force with all changes under way; None if there are none."""
         plan = self.plan
+        if self._structure.target is not None:
+            return replace(self._structure.target, version=plan.version + 1)
         targets = {
             name: target for name, instance in self._instances.items() if (target := instance.target) is not None
         }
@@ -129,7 +131,8 @@ class Controller:
     @property
     def busy(self) -> bool:
         """True while a decision is being carried out."""
-        return any(instance.target is not None for instance in self._instances.values())
+        structure, instances = self._structure.target, self._instances.values()
+        return structure is not None or any(instance.target is not None for instance in instances)
 
     @property
     def notes(self) -> Mapping[str, str]:
@@ -142,7 +145,7 @@ class Controller:
         several = len(self._instances) > 1
         notes = [f"instance {name}: {note}" if several else note for name, note in self.notes.items()]
         left = [f"{len(notes) - MAX_NOTES} more"] if len(notes) > MAX_NOTES else []
-        return "; ".join([*notes[:MAX_NOTES], *left])
+        return "; ".join([*filter(None, [self._structure.note]), *notes[:MAX_NOTES], *left])
 
     def set_policy(self, policy: Policy) -> None:
         """Let another policy decide from the next tick on.
@@ -152,10 +155,12 @@ class Controller:
         nothing changed, if the policy cannot begin.
         """
         states = {name: instance.first_state(policy) for name, instance in self._instances.items()}
+        structure = self._structure.first_state(policy)
         with self._lock:
             self.policy, self._turn = policy, None
+            self._structure.set_policy(policy, structure)
             for name, instance in self._instances.items():
-                instance.set_policy(policy, states[name])
+                instance.set_policy(policy, states[name] if name in states else instance.first_state(policy))
 
     def change_policy(self, now: float, policy: Policy, change: str) -> None:
         """Let an operator set another policy, and record this as a decision without transitions.
@@ -169,6 +174,9 @@ class Controller:
 
     def check(self, plan: Plan) -> None:
         """Raise `PlanError` if a plan does not fit, or cannot be reached from the plan in force."""
+        if not has_same_instances(self.plan, plan):
+            self._structure.check(plan)
+            return
         diff_all(self.plan, plan, self._resources)
         validate(plan, self._resources)
 
@@ -186,29 +194,38 @@ class Controller:
         """Return the consecutive failures of an instance."""
         return self._instances[instance].failures
 
-    def tick(self, now: float, snapshots: Mapping[str, Snapshot]) -> None:
+    def tick(self, now: float, snapshots: Mapping[str, Snapshot], waiting: WaitingRoom | None = None) -> None:
         """Take the outcomes of transitions, and ask the policy for every instance that is not changing.
 
-        `snapshots` are the latest ones of all instances by name, however old. Does nothing before the next tick is due.
+        `snapshots` are the latest ones of all instances by name, however old, and `waiting` is what no instance can
+        hold. Does nothing before the next tick is due.
         """
         if now < self._due:
             return
         self._due = now + self.interval
         self._turn = turn = object()
+        self._follow_instances()
         for name, instance in self._instances.items():
-            instance.tick(now, snapshots[name])
+            if name in snapshots:  # it may have begun since these were taken
+                instance.tick(now, snapshots[name])
             if self._turn is not turn:  # the policy was changed while it was asked
                 return
-        if now >= self._sample_due:
+        seen = {name: instance.seen for name, instance in self._instances.items()}
+        self._structure.tick(now, ServiceView(now, seen, waiting or WaitingRoom(), self._is_warm), self._instances)
+        if now >= self._sample_due and self._turn is turn:
             self._sample_due = now + HISTORY_INTERVAL
-            seen = {name: instance.seen for name, instance in self._instances.items()}
+            plan = self.plan
             with self._lock:
-                self.history.append(sample(now, self.plan, seen, self._resources))
+                self.history.append(sample(now, plan, seen, self._resources))
+
+    def _is_warm(self, plan: InstancePlan) -> bool:
+        return self._regrouper is not None and self._regrouper.is_warm(plan)
 
     def stop(self) -> None:
         """Let no tick change anything from now on. A tick may still wait for its policy in another thread."""
         with self._lock:
             self._turn = None
+            self._structure.stop()
             for instance in self._instances.values():
                 instance.stop()
 
@@ -230,137 +247,16 @@ class Controller:
         return number
 
 
-class InstanceController:
-    """The control of one instance: its policy's state, the decision under way, and its failures."""
+def home(plan: InstancePlan, start: Plan, resources: Resources) -> InstancePlan:
+    """Return the plan that policies return an instance to: that of the start on its devices, if there was one.
 
-    def __init__(
-        self,
-        start: InstancePlan,
-        policy: Policy,
-        resources: Resources,
-        in_force: PlanInForce,
-        actuator: Actuator,
-        smoother: Smoother,
-        backoff: Backoff,
-        record: Callable[..., int],
-        lock: threading.RLock,
-    ):
-        """Return to `start` under policies that do. `record` keeps decisions; `lock` guards what other threads use."""
-        self._start, self._resources, self._in_force = start, resources, in_force
-        self._actuator, self._smoother, self._backoff = actuator, smoother, backoff
-        self._record, self._lock = record, lock
-        self.seen = Snapshot()  # smoothed, at the latest tick
-        self._asked: object | None = None  # stands for the question that the policy may still answer
-        self._pending: list[Transition] = []  # started, but not ended
-        self._state_when_done: Any = None  # the policy's next state, if the pending transitions succeed
-        self._open: tuple[int, Decision] | None = None  # the decision that is being carried out, and its number
-        self.target: InstancePlan | None = None
-        """The plan that is being carried out, or None."""
-        self.set_policy(policy, self.first_state(policy))
-
-    def first_state(self, policy: Policy) -> Any:
-        """Return a policy's first state. Raise `ConfigError` if the policy raises."""
-        with errors_of_policy(f"policy {policy.name}: init"):
-            return policy.init(self._start)
-
-    def set_policy(self, policy: Policy, state: Any) -> None:
-        """Let another policy decide from the next tick on, beginning with its first state."""
-        self._policy, self._asked = policy, None
-        self._state = self._state_when_done = state
-        self.note = ""  # why the policy keeps the plan
-        self.failures = Failures()
-
-    def stop(self) -> None:
-        """Adopt no answer any more of a policy that has been asked."""
-        self._asked = None
-
-    def tick(self, now: float, snapshot: Snapshot) -> None:
-        """Take the outcomes of transitions, and ask the policy if none is under way and no failure was too recent."""
-        # Asked before the outcomes are taken: if the actuator is not busy, all outcomes are available.
-        busy = self._actuator.busy
-        if self._pending:
-            with self._lock:
-                self._take_outcomes(now, busy)
-        self.seen = self._smoother.observe(snapshot, now)
-        if not busy and now >= self.failures.until:
-            self._decide(now)
-
-    def _decide(self, now: float) -> None:
-        """Ask the policy, and start the transitions to the plan that it wants.
-
-        A policy that raises is treated like one whose plan does not fit. The policy's new state is adopted when its
-        plan has been carried out, so that a decision that failed leaves no trace in it. The policy is asked without
-        the lock, because it may take long. Its answer counts only if it has not been replaced meanwhile.
-        """
-        policy, plan = self._policy, self._in_force.instance(self._start.name)
-        self._asked = asked = object()
-        reason, wanted, error = "the policy failed", plan, ""
-        transitions: tuple[Transition, ...] = ()
-        try:
-            proposal = policy.update(self.seen, plan, self._state)
-            reason, wanted, state = proposal.reason, proposal.plan, proposal.state
-            if wanted != plan:
-                validate_instance(wanted, self._resources)
-                transitions = diff(plan, wanted, self._resources)
-        except PlanError as refused:
-            error = str(refused)
-        except Exception as failure:
-            log.exception("policy %s failed; the plan of instance %s stays", policy.name, plan.name)
-            error, wanted = f"{type(failure).__name__}: {failure}", plan
-        with self._lock:
-            if asked is not self._asked:
-                return
-            if error:
-                self._reject(now, reason, error)
-            elif not transitions:
-                self._state, self.note = state, reason
-            else:
-                self._begin(now, reason, wanted, transitions, state)
-
-    def _begin(
-        self, now: float, reason: str, target: InstancePlan, transitions: Sequence[Transition], state: Any
-    ) -> None:
-        self.target, self.note = target, ""
-        self._pending, self._state_when_done = list(transitions), state
-        decision = self._decision(now, reason, "started", tuple(map(str, transitions)))
-        self._open = self._record(decision), decision
-        self._actuator.start(transitions)
-
-    def _take_outcomes(self, now: float, busy: bool) -> None:
-        """End the decision under way after the last outcome or a failure."""
-        for outcome in self._actuator.poll():
-            transition = self._pending.pop(0)
-            assert transition == outcome.transition, (transition, outcome)
-            if outcome.error is not None:
-                self._end(f"failed: {transition}: {outcome.error}")
-                self._fail(now)
-            elif not self._pending:
-                self._end("done")
-                self._state = self._state_when_done
-                self.failures = Failures()
-        if self._pending and not busy:
-            self._end(f"failed: {self._pending[0]} was dropped")
-            self._fail(now)
-
-    def _end(self, outcome: str) -> None:
-        assert self._open is not None
-        number, decision = self._open
-        self._record(replace(decision, outcome=outcome), number)
-        self._pending, self.target, self._open = [], None, None
-
-    def _reject(self, now: float, reason: str, error: str) -> None:
-        self.note = ""
-        self._record(self._decision(now, reason, f"rejected: {error}"))
-        self._fail(now)
-
-    def _fail(self, now: float) -> None:
-        count = self.failures.count + 1
-        self.failures = Failures(count, now + self._backoff.delay(count))
-
-    def _decision(self, now: float, reason: str, outcome: str, transitions: tuple[str, ...] = ()) -> Decision:
-        version = self._in_force.version
-        target = version + len(transitions)
-        return Decision(now, self._policy.name, reason, version, target, transitions, outcome, self._start.name)
+    Otherwise its layers have the precisions of the start, and it has as many KV pages as fit besides these.
+    """
+    for instance in start.instances:
+        if instance.same_place(plan):
+            return replace(instance, name=plan.name)
+    usual = plan.with_precisions(start.instances[0].precisions)
+    return usual.with_kv_pages(max(plan.kv_pages, resources.kv_capacity(usual)))
 
 
 def _log(decision: Decision) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.resources import Resources
-from jaxserve.control.transitions import LimitSequences, ResizeKVPool, SwapPrecision, Transition
+from jaxserve.control.transitions import LimitSequences, ResizeKVPool, SetDraining, SwapPrecision, Transition
 from jaxserve.core.errors import PlanError
 
 
@@ -22,6 +22,7 @@ def diff(old: InstancePlan, new: InstancePlan, resources: Resources) -> tuple[Tr
     resizes = tuple(_resizes(old, new, resources))
     limits = tuple(_limits(old, new))
     return (
+        *(() if old.draining == new.draining else (SetDraining(old.name, new.draining),)),
         *(limit for limit in limits if limit.lowers),
         *(resize for resize in resizes if resize.after < resize.before),
         *(swap for swap in swaps if not swap.bytes_needed),

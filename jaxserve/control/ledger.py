@@ -73,25 +73,37 @@ class DeviceLedgers(Mapping[int, Ledger]):
         They replace all entries that the owner has.
         """
         with self._lock:
-            self._checked_sums(owner, entries)
+            self._checked_sums({owner: entries})
 
     def update(self, owner: str, entries: DeviceEntries) -> None:
         """Replace all entries of an owner.
 
         Raise `MemoryBudgetError` that names the device if they exceed its budget; then nothing changes.
         """
-        with self._lock:
-            for device, sums in self._checked_sums(owner, entries).items():
-                self._ledgers[device].update(sums)
-            self._owned[owner] = {device: dict(sizes) for device, sizes in entries.items()}
+        self.replace({owner: entries})
 
-    def _checked_sums(self, owner: str, entries: DeviceEntries) -> dict[int, dict[str, int]]:
+    def replace(self, owners: Mapping[str, DeviceEntries]) -> None:
+        """Replace all entries of several owners at once. An owner without entries is forgotten.
+
+        Raise `MemoryBudgetError` that names the device if they exceed its budget; then nothing changes.
+        """
+        with self._lock:
+            for device, sums in self._checked_sums(owners).items():
+                self._ledgers[device].update(sums)
+            for owner, entries in owners.items():
+                self._owned[owner] = {device: dict(sizes) for device, sizes in entries.items()}
+                if not entries:
+                    del self._owned[owner]
+
+    def _checked_sums(self, owners: Mapping[str, DeviceEntries]) -> dict[int, dict[str, int]]:
         """Return the sums over all owners on each device that changes. Raise `MemoryBudgetError` if they do not fit."""
-        before, all_sums = self._owned.get(owner, {}), {}
-        for device in {**before, **entries}:
+        before = {owner: self._owned.get(owner, {}) for owner in owners}
+        all_sums = {}
+        for device in dict.fromkeys(device for side in (before, owners) for each in side.values() for device in each):
             sums = Counter(self._ledgers[device].entries)
-            sums.subtract(before.get(device, {}))
-            sums.update(entries.get(device, {}))
+            for owner, entries in owners.items():
+                sums.subtract(before[owner].get(device, {}))
+                sums.update(entries.get(device, {}))
             try:
                 self._ledgers[device].check(sums)
             except MemoryBudgetError as error:

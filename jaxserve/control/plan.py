@@ -5,7 +5,7 @@ stages. A stage has blocks, which run on its devices with tensor parallelism ove
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -45,6 +45,7 @@ class InstancePlan:
     stages: tuple[StagePlan, ...]
     name: str = "0"
     max_num_seqs: int | None = None  # sequences that may run at once; None: as many as the engine has slots for
+    draining: bool = False  # new requests go to other instances
 
     @cached_property
     def layer_precisions(self) -> tuple[str, ...]:
@@ -64,14 +65,14 @@ class InstancePlan:
     def precision(self, block: str) -> str:
         """Return the precision of a block. Raise `PlanError` if no block has this name."""
         try:
-            return self._precisions[block]
+            return self.precisions[block]
         except KeyError:
             first, last = self.blocks[0].block, self.blocks[-1].block
             raise PlanError(f"unknown block {block!r}: the blocks are {first} to {last}") from None
 
     def with_precisions(self, precisions: Mapping[str, str]) -> "InstancePlan":
         """Return the plan with the given precisions of some blocks. Raise `PlanError` for a block that is unknown."""
-        unknown = precisions.keys() - self._precisions.keys()
+        unknown = precisions.keys() - self.precisions.keys()
         if unknown:
             first, last = self.blocks[0].block, self.blocks[-1].block
             names = ", ".join(sorted(unknown))
@@ -91,8 +92,31 @@ class InstancePlan:
         """Return the plan with another limit on the sequences that run at once."""
         return replace(self, max_num_seqs=count)
 
+    def with_draining(self, draining: bool) -> "InstancePlan":
+        """Return the plan of an instance that new requests avoid, or no longer avoid."""
+        return replace(self, draining=draining)
+
+    @property
+    def devices(self) -> frozenset[int]:
+        """All devices of the stages."""
+        return frozenset(device for stage in self.stages for device in stage.devices)
+
+    @property
+    def tp(self) -> int:
+        """The largest degree of tensor parallelism of a stage."""
+        return max(stage.tp for stage in self.stages)
+
+    def same_place(self, other: "InstancePlan") -> bool:
+        """Return whether both plans have the same blocks on the same devices, in whatever precisions."""
+        return self._place == other._place
+
     @cached_property
-    def _precisions(self) -> Mapping[str, str]:
+    def _place(self) -> tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]:
+        return tuple((stage.devices, tuple(block.block for block in stage.blocks)) for stage in self.stages)
+
+    @cached_property
+    def precisions(self) -> Mapping[str, str]:
+        """Precision of each block."""
         return {block.block: block.precision for block in self.blocks}
 
 
@@ -161,6 +185,16 @@ class PlanInForce:
     def instance(self, name: str) -> InstancePlan:
         """Return the plan of an instance, whose name must be known."""
         return self._instances[name]
+
+    def regroup(self, before: Collection[str], after: Sequence[InstancePlan]) -> int:
+        """Put instances in force instead of those named `before`, as one transition. Return the new version."""
+        with self._lock:
+            position = min((index for index, name in enumerate(self._instances) if name in before), default=None)
+            kept = [instance for name, instance in self._instances.items() if name not in before]
+            place = len(kept) if position is None else position
+            self._instances = {instance.name: instance for instance in (*kept[:place], *after, *kept[place:])}
+            self._version += 1
+            return self._version
 
     def commit(self, instance: InstancePlan, transitions: int) -> int:
         """Put an instance's plan in force that differs by a number of transitions. Return the new version."""

@@ -91,9 +91,11 @@ def plan_table(plan: Plan) -> str:
 
 
 def _instance_dict(instance: InstancePlan) -> dict[str, Any]:
-    """Return an instance as plain data. Without a limit on its sequences it has no `max_num_seqs`."""
-    limit = {} if instance.max_num_seqs is None else {"max_num_seqs": instance.max_num_seqs}
-    return {"name": instance.name} | limit | {"stages": [_stage_dict(stage) for stage in instance.stages]}
+    """Return an instance as plain data. It has no `max_num_seqs` without a limit, and `draining` only if it does."""
+    options: dict[str, Any] = {} if instance.max_num_seqs is None else {"max_num_seqs": instance.max_num_seqs}
+    if instance.draining:
+        options["draining"] = True
+    return {"name": instance.name} | options | {"stages": [_stage_dict(stage) for stage in instance.stages]}
 
 
 def _stage_dict(stage: StagePlan) -> dict[str, Any]:
@@ -120,7 +122,7 @@ def _alike(instances: Sequence[InstancePlan]) -> list[list[InstancePlan]]:
     groups: dict[Any, list[InstancePlan]] = {}
     for instance in instances:
         stages = tuple((stage.blocks, stage.kv_pages) for stage in instance.stages)
-        groups.setdefault((stages, instance.max_num_seqs), []).append(instance)
+        groups.setdefault((stages, instance.max_num_seqs, instance.draining), []).append(instance)
     return list(groups.values())
 
 
@@ -149,15 +151,18 @@ def _more(count: int) -> str:
 
 def _instance(value: Any, where: str, default_name: str) -> InstancePlan:
     """Return the instance that a value describes. Raise `ConfigError` if it has more than `MAX_BLOCKS` blocks."""
-    fields = _mapping(value, where, {"stages"}, {"name", "max_num_seqs"})
-    name, limit = fields.get("name", default_name), fields.get("max_num_seqs")
+    fields = _mapping(value, where, {"stages"}, {"name", "max_num_seqs", "draining"})
+    name, limit, draining = fields.get("name", default_name), fields.get("max_num_seqs"), fields.get("draining", False)
     if not isinstance(name, str):
         raise ConfigError(f"{where}.name is {_short(name)}: it must be a text")
+    if not isinstance(draining, bool):
+        raise ConfigError(f"{where}.draining is {_short(draining)}: it must be true or false")
     stages, room = [], MAX_BLOCKS
     for index, part in enumerate(_list(fields["stages"], f"{where}.stages")):
         stages.append(_stage(part, f"{where}.stages[{index}]", room))
         room -= len(stages[-1].blocks)
-    return InstancePlan(tuple(stages), name, None if limit is None else _number(limit, f"{where}.max_num_seqs"))
+    limit = None if limit is None else _number(limit, f"{where}.max_num_seqs")
+    return InstancePlan(tuple(stages), name, limit, draining)
 
 
 def _stage(value: Any, name: str, room: int) -> StagePlan:

@@ -1,13 +1,17 @@
-"""Policies: pure functions from an instance's snapshot and its plan in force to the plan that should be in force."""
+"""Policies: pure functions from snapshots and the plan in force to the plan that should be in force.
 
-from collections.abc import Iterator, Sequence
+Every policy decides about each instance by itself. A policy that also decides which instances there are is a
+`StructuralPolicy`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from jaxserve.control.plan import InstancePlan
+from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.core.errors import ConfigError
-from jaxserve.telemetry import Snapshot
+from jaxserve.telemetry import Snapshot, WaitingRoom
 
 State = TypeVar("State")
 
@@ -48,6 +52,44 @@ class Policy(Protocol[State]):
         The snapshot has `recent` set. Its `time` goes on while the instance has nothing to do, so that a policy needs
         no clock. If the proposal has another plan, its state is adopted once that plan has been carried out. If that
         fails, the policy gets the previous state again.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ServiceView:
+    """What a policy sees of all instances together."""
+
+    time: float  # s
+    snapshots: Mapping[str, Snapshot]  # by the name of the instance, with `recent` set
+    waiting: WaitingRoom  # the requests that no instance can hold now
+    is_warm: Callable[[InstancePlan], bool]  # whether all programs that an instance runs are compiled
+
+
+@dataclass(frozen=True)
+class PlanProposal(Generic[State]):
+    """Answer of a structural policy: the plan of all instances that should be in force.
+
+    Besides the set of instances, it decides which of them are draining. It leaves the rest of each plan as it is.
+    """
+
+    plan: Plan
+    state: State
+    reason: str = ""
+
+
+@runtime_checkable
+class StructuralPolicy(Protocol[State]):
+    """A policy that also decides which instances there are: it merges, splits, adds and removes them."""
+
+    def first_structure(self, plan: Plan) -> State:
+        """Return the first state. `plan` is the plan at the start, and the one to return to."""
+        ...
+
+    def restructure(self, view: ServiceView, plan: Plan, state: State) -> PlanProposal[State]:
+        """Return the plan that should be in force instead of `plan`.
+
+        State and failures are as in `Policy.update`.
         """
         ...
 
@@ -106,6 +148,24 @@ class Chain:
             states.append(proposal.state)
             reasons.append(proposal.reason)
         return Proposal(plan, tuple(states), "; ".join(filter(None, reasons)))
+
+    def first_structure(self, plan: Plan) -> tuple[Any, ...]:
+        return tuple(
+            policy.first_structure(plan) if isinstance(policy, StructuralPolicy) else None for policy in self.policies
+        )
+
+    def restructure(self, view: ServiceView, plan: Plan, state: tuple[Any, ...]) -> PlanProposal[tuple[Any, ...]]:
+        """Return the proposal of the first policy that wants a change; the ones before it have had their reasons."""
+        states, reasons = list(state), []
+        for index, policy in enumerate(self.policies):
+            if not isinstance(policy, StructuralPolicy):
+                continue
+            proposal = policy.restructure(view, plan, state[index])
+            states[index] = proposal.state
+            if proposal.plan.instances != plan.instances:
+                return PlanProposal(proposal.plan, tuple(states), proposal.reason)
+            reasons.append(proposal.reason)
+        return PlanProposal(plan, tuple(states), "; ".join(filter(None, reasons)))
 
     def foresee(self, plan: InstancePlan) -> Sequence[InstancePlan]:
         foreseeing = (policy for policy in self.policies if isinstance(policy, ForesightPolicy))

@@ -8,6 +8,8 @@ from jaxserve.control.plan import Plan
 from jaxserve.control.resources import Resources
 from jaxserve.telemetry import Snapshot
 
+NEW = Snapshot()  # of an instance that has begun since snapshots were taken
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -47,7 +49,7 @@ def sample(now: float, plan: Plan, seen: Mapping[str, Snapshot], resources: Reso
     precisions: Counter[str] = Counter()
     used = free = rounding = pages_used = pages_total = 0
     for instance in plan.instances:
-        snapshot = seen[instance.name]
+        snapshot = seen.get(instance.name, NEW)
         precisions.update(instance.layer_precisions)
         page = sum(resources.page_bytes(stage) * stage.tp for stage in instance.stages)
         used += page * snapshot.kv_pages_used

@@ -46,7 +46,20 @@ class StepsEnded:
     fence: Any
 
 
-Waits = Generator[Any, Any, T]  # of the three waits above, and of those that only one driver knows
+@dataclass(frozen=True)
+class Rendezvous:
+    """A wait until a function has run while several instances are stopped between two steps, with no token in flight.
+
+    The wait raises what the function raises, or `Cancelled` as `BetweenSteps`. In the simulator the instances are
+    stopped for `seconds`, which the function on real devices takes by itself.
+    """
+
+    instances: tuple[str, ...]
+    function: Callable[[], None]
+    seconds: Callable[[], float]  # called after the function
+
+
+Waits = Generator[Any, Any, T]  # of the waits above, and of those that only one driver knows
 
 
 class PlannedCore(Protocol):
@@ -333,6 +346,25 @@ class LimitSequences(Transition):
 
     def __str__(self) -> str:
         return f"instance {self.instance}: at most {_limit(self.before)} -> {_limit(self.after)} at once"
+
+
+@dataclass(frozen=True)
+class SetDraining(Transition):
+    """Change of whether new requests go to other instances. Those that an instance has already are not affected."""
+
+    draining: bool
+
+    seconds: ClassVar[float] = 0.0
+
+    def apply(self, plan: InstancePlan) -> InstancePlan:
+        return plan.with_draining(self.draining)
+
+    @classmethod
+    def commit(cls, batch: Sequence["SetDraining"], instance: StoppedInstance, staged: Any, undo: ExitStack) -> Any:
+        """Do nothing: the router follows the plan in force."""
+
+    def __str__(self) -> str:
+        return f"instance {self.instance}: {'drains' if self.draining else 'takes new requests again'}"
 
 
 def _limit(count: int | None) -> str:

@@ -76,6 +76,7 @@ class Snapshot:
     gap_seconds: float = 0.0  # sum of these gaps
     busy_seconds: float = 0.0  # sum of the times that ended steps took
     expected_seconds: float = 0.0  # sum of the times that the cost model expected of the same steps; 0 without one
+    longest: int = 0  # tokens of the longest sequence, or what its request is known to need
     recent: Recent | None = None  # set only by `windows.Smoother`
 
     @property
@@ -106,8 +107,19 @@ class Snapshot:
         return copy
 
 
+@dataclass(frozen=True)
+class WaitingRoom:
+    """The requests that wait because no instance can hold them now, although one could after a change of the plan."""
+
+    time: float = 0.0  # s of the engine's clock
+    count: int = 0  # requests
+    tokens: int = 0  # prompt tokens of all their answers
+    longest: int = 0  # tokens that an instance must be able to hold to serve every one of them
+    oldest_wait: float = 0.0  # s since the first of them arrived
+
+
 # Fields that `combine` does not add up.
-_LARGEST = ("time", "plan_version", "oldest_wait")
+_LARGEST = ("time", "plan_version", "oldest_wait", "longest")
 _APART = ("layers_by_precision", "first_tokens", "recent")
 _ADDED = tuple(f.name for f in fields(Snapshot) if f.name not in _LARGEST + _APART)
 

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 
 from jaxserve.control.plan import InstancePlan, Plan
-from jaxserve.control.policy import Proposal, State
+from jaxserve.control.policy import PlanProposal, Proposal, ServiceView, State
+from jaxserve.control.regroup import has_same_instances
 from jaxserve.telemetry import Snapshot
+
+OPERATOR = "the operator's plan"
 
 
 def hold_plan(
@@ -30,12 +33,27 @@ class ManualPolicy:
         return None
 
     def update(self, snapshot: Snapshot, plan: InstancePlan, state: None) -> Proposal[None]:
-        if self.target is None:
+        target = self._target(plan)
+        if target is None:
             return Proposal(plan, None)
-        return hold_plan(self.target.instance(plan.name), snapshot, plan, None, "the operator's plan")
+        return hold_plan(target, snapshot, plan, None, OPERATOR)
+
+    def first_structure(self, plan: Plan) -> None:
+        return None
+
+    def restructure(self, view: ServiceView, plan: Plan, state: None) -> PlanProposal[None]:
+        if self.target is None or has_same_instances(plan, self.target):
+            return PlanProposal(plan, None)
+        return PlanProposal(self.target, None, OPERATOR)
+
+    def _target(self, plan: InstancePlan) -> InstancePlan | None:
+        """Return the wanted plan of an instance; None without one, or while the set of instances is another one."""
+        if self.target is None:
+            return None
+        return next((wanted for wanted in self.target.instances if _is_for(wanted, plan)), None)
 
     def largest(self, plan: InstancePlan) -> InstancePlan | None:
-        return None if self.target is None else self.target.instance(plan.name)
+        return self._target(plan)
 
 
 @dataclass(frozen=True)
@@ -53,5 +71,17 @@ class StaticPolicy:
     def update(self, snapshot: Snapshot, plan: InstancePlan, state: InstancePlan) -> Proposal[InstancePlan]:
         return hold_plan(state, snapshot, plan, state, "back to the plan at the start")
 
+    def first_structure(self, plan: Plan) -> Plan:
+        return plan
+
+    def restructure(self, view: ServiceView, plan: Plan, state: Plan) -> PlanProposal[Plan]:
+        if has_same_instances(plan, state):
+            return PlanProposal(plan, state)
+        return PlanProposal(state, state, "back to the instances at the start")
+
     def largest(self, plan: InstancePlan) -> InstancePlan | None:
         return plan
+
+
+def _is_for(wanted: InstancePlan, plan: InstancePlan) -> bool:
+    return wanted.name == plan.name and wanted.same_place(plan)

@@ -3,7 +3,7 @@
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from math import inf
@@ -16,15 +16,21 @@ from jaxserve.control.policies.fixed import ManualPolicy, StaticPolicy
 from jaxserve.control.policies.morph import MorphPolicy
 from jaxserve.control.policies.morph_settings import ACCURACY, INT8, PERFORMANCE, MorphSettings
 from jaxserve.control.policies.quality import QualityLoss
-from jaxserve.control.policy import Policy, errors_of_policy
+from jaxserve.control.policies.tp_transform import TransformPolicy, TransformSettings
+from jaxserve.control.policy import Policy, chain, errors_of_policy
 from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import layer_name
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_yaml, read_text
 from jaxserve.core.precision import BITS
 
+Settings = MorphSettings | TransformSettings
+
 MORPH_MODES = {"morph": ACCURACY, "morph-int8": INT8, "morph-performance": PERFORMANCE}
-POLICY_NAMES = ("static", "manual", *MORPH_MODES)
+TRANSFORM = "tp_transform"
+DEFAULTS: dict[str, Settings] = {**MORPH_MODES, TRANSFORM: TransformSettings()}  # settings by policy
+POLICY_NAMES = ("static", "manual", *DEFAULTS)
+AND = "+"  # between the parts of a chain
 YAML_SUFFIXES = (".yaml", ".yml")
 
 
@@ -42,18 +48,32 @@ def load_policy(
 ) -> Policy:
     """Return the policy that `source` names: one of `POLICY_NAMES`, a YAML file, or "FILE.py:NAME".
 
-    A YAML file names a policy (`policy`) and, for morph, the settings that differ from its mode's (`settings`). NAME in
-    a Python file is called with `resources` and `swap_order`, and returns a policy. The file is executed, so use only
-    files that you trust.
+    Several of them with "+" in between are a chain, as `policy.chain` makes it. A YAML file names a policy (`policy`)
+    and, if it has any, the settings that differ from its own (`settings`). NAME in a Python file is called with
+    `resources` and `swap_order`, and returns a policy. The file is executed, so use only files that you trust.
 
     `swap_order` has the layers in the order in which they may lose precision, the least important first. `settings` are
     those of a policy that is given by its name. `target` is the manual policy's plan. `slo_ttft` (s), `slo_tpot` (s)
     and `max_quality_loss` (share of the cross-entropy, of which `loss` is the estimate) override what a mode or a file
-    says, but not `settings`.
+    says, but not `settings`. A chain has no settings of its own.
 
     Raise `ConfigError` if `source` or a setting is not valid, if layers cannot have the precisions that the policy
     needs, or if the user's code raises.
     """
+    if len(parts := str(source).split(AND)) > 1:
+        return _chain(
+            parts,
+            settings,
+            lambda part: load_policy(
+                part,
+                resources,
+                swap_order,
+                slo_ttft=slo_ttft,
+                slo_tpot=slo_tpot,
+                max_quality_loss=max_quality_loss if _has_quality(part) else None,
+                loss=loss,
+            ),
+        )
     given = {"slo_ttft": slo_ttft, "slo_tpot": slo_tpot, "max_quality_loss": max_quality_loss}
     objectives: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if max_quality_loss is not None and loss is None:
@@ -70,6 +90,8 @@ def load_policy(
         return StaticPolicy()
     if name == "manual":
         return ManualPolicy(target)
+    if isinstance(chosen, TransformSettings):
+        return TransformPolicy(resources, chosen)
     assert chosen is not None, "every other policy is a mode of morph"
     chosen = replace(chosen, **{key: value for key, value in objectives.items() if key not in (settings or {})})
     if chosen.max_quality_loss < inf:
@@ -89,6 +111,9 @@ def precisions_of(source: str | Path) -> tuple[str, ...] | None:
     Raise `ConfigError` if `source` is not valid.
     """
     text = str(source)
+    if len(parts := text.split(AND)) > 1:
+        each = [precisions_of(part) for part in parts]
+        return None if None in each else tuple(dict.fromkeys(name for needed in each for name in needed or ()))
     if python := _python_source(text):
         path, name = python
         made = _defined(path, name)
@@ -96,7 +121,9 @@ def precisions_of(source: str | Path) -> tuple[str, ...] | None:
             return ACCURACY.precisions if issubclass(made, MorphPolicy) else None
         return _declared(made, f"policy {text}") or None
     _, settings = _named(text, None)
-    return None if settings is None else settings.precisions
+    if settings is None:
+        return None
+    return settings.precisions if isinstance(settings, MorphSettings) else ()
 
 
 def read_policy_file(path: Path) -> dict[str, Any]:
@@ -116,7 +143,22 @@ def read_policy_file(path: Path) -> dict[str, Any]:
 # -- policies by name
 
 
-def _named(source: str, settings: Mapping[str, Any] | None) -> tuple[str, MorphSettings | None]:
+def _chain(parts: Sequence[str], settings: Mapping[str, Any] | None, load: Callable[[str], Policy]) -> Policy:
+    """Return the chain of the policies that its parts name."""
+    text = AND.join(parts)
+    if settings is not None:
+        raise ConfigError(f"policy {text} is a chain, which has no settings: give a .yaml file for a part of it")
+    if alone := next((part for part in parts if part in ("static", "manual", "")), None):
+        raise ConfigError(f"policy {text}: {alone!r} cannot be a part of a chain")
+    return chain(*map(load, parts))
+
+
+def _has_quality(source: str) -> bool:
+    """Return whether a policy knows a floor of quality."""
+    return _python_source(source) is None and isinstance(_named(source, None)[1], MorphSettings)
+
+
+def _named(source: str, settings: Mapping[str, Any] | None) -> tuple[str, Settings | None]:
     """Return a policy's name and its settings, which are None for a policy without settings."""
     if source in POLICY_NAMES:
         return source, _settings(f"policy {source}", source, settings)
@@ -128,16 +170,16 @@ def _named(source: str, settings: Mapping[str, Any] | None) -> tuple[str, MorphS
     return value["policy"], _settings(f"policy {source}", value["policy"], value["settings"])
 
 
-def _settings(where: str, name: str, given: Any) -> MorphSettings | None:
-    """Return a mode's settings, changed by those that are given. None as a value means infinity, i.e. no limit."""
+def _settings(where: str, name: str, given: Any) -> Settings | None:
+    """Return a policy's settings, changed by those that are given. None as a value means infinity, i.e. no limit."""
     given = {} if given is None else given
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where}: settings is {given!r}: it must be a mapping of names to values")
-    if name not in MORPH_MODES:
+    if name not in DEFAULTS:
         if given:
             raise ConfigError(f"{where}: {name} has no settings")
         return None
-    defaults = MORPH_MODES[name]
+    defaults = DEFAULTS[name]
     known = {field.name: type(getattr(defaults, field.name)) for field in fields(defaults)}
     changes: dict[str, Any] = {}
     for key, value in given.items():

@@ -1,0 +1,210 @@
+"""The policy of AMOEBA: instances merge for a long request, and split when it is gone.
+
+A request that no instance can hold waits in the waiting room. Then the least loaded instances that can hold it together
+merge into one of a higher degree of tensor parallelism, which has more memory for KV pages. Further long requests go
+there. When none is left, the merged instance takes no new requests, and splits as soon as enough of its KV is free
+(AMOEBA, section 3.3).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from jaxserve.control.buddies import buddy_groups, in_buddy_order
+from jaxserve.control.plan import InstancePlan, Plan
+from jaxserve.control.policy import PlanProposal, Proposal, ServiceView
+from jaxserve.control.regroup import merged_plan, new_names, split_plans
+from jaxserve.control.resources import Resources
+from jaxserve.core.errors import ConfigError
+from jaxserve.telemetry import Snapshot
+
+
+@dataclass(frozen=True)
+class TransformSettings:
+    """Settings of the policy, in seconds and in shares from 0 to 1. Raise `ConfigError` if one is not allowed."""
+
+    hold: float = 2.0  # s without a long request before a merged instance drains
+    release_usage: float = 0.5  # largest share of the KV pages that sequences hold when an instance splits
+    release_horizon: float = 2.0  # s for which usage is assumed to go on rising as it does now
+
+    def __post_init__(self) -> None:
+        for name in ("hold", "release_horizon"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 0")
+        if not 0 < self.release_usage <= 1:
+            raise ConfigError(f"release_usage is {self.release_usage}: it must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class TransformState:
+    """What the policy remembers: which placements there may be, and when merged instances were last needed."""
+
+    start: Plan
+    needed: Mapping[str, float] = field(default_factory=dict)  # name of a merged instance -> time (s)
+    names: tuple[str, ...] = ()  # names that were given last
+
+
+class TransformPolicy:
+    """A policy (`StructuralPolicy`) that changes the degree of tensor parallelism for long requests."""
+
+    def __init__(self, resources: Resources, settings: TransformSettings, *, name: str = "tp_transform"):
+        self.settings, self._resources, self._name = settings, resources, name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    # -- one instance: it keeps its plan
+
+    def init(self, plan: InstancePlan) -> None:
+        return None
+
+    def update(self, snapshot: Snapshot, plan: InstancePlan, state: None) -> Proposal[None]:
+        return Proposal(plan, None)
+
+    def largest(self, plan: InstancePlan) -> InstancePlan | None:
+        return None
+
+    # -- the set of instances
+
+    def first_structure(self, plan: Plan) -> TransformState:
+        return TransformState(plan)
+
+    def restructure(self, view: ServiceView, plan: Plan, state: TransformState) -> PlanProposal[TransformState]:
+        state = self._remember(view, plan, state)
+        need = view.waiting.longest if view.waiting.count else 0
+        if need:
+            return self._make_room(view, plan, state, need)
+        proposals = [self._release(view, plan, state, plan.instance(name)) for name in state.needed]
+        changes = [proposal for proposal in proposals if proposal.plan is not plan]
+        if changes:
+            return changes[0]
+        return PlanProposal(plan, state, "; ".join(proposal.reason for proposal in proposals if proposal.reason))
+
+    def _remember(self, view: ServiceView, plan: Plan, state: TransformState) -> TransformState:
+        """Return the state with the times at which merged instances were last needed for a long request."""
+        smallest = min(instance.tp for instance in state.start.instances)
+        needed: dict[str, float] = {}
+        for instance in plan.instances:
+            if instance.tp > smallest:
+                is_long = _seen(view, instance).longest > self._resources.max_len(instance.tp // 2)
+                needed[instance.name] = view.time if is_long else state.needed.get(instance.name, view.time)
+        return replace(state, needed=needed)
+
+    # -- merge
+
+    def _make_room(
+        self, view: ServiceView, plan: Plan, state: TransformState, need: int
+    ) -> PlanProposal[TransformState]:
+        """Propose a plan under which an instance can hold a request of `need` tokens."""
+        words = f"a request needs {need} tokens"
+        able = [instance for instance in plan.instances if self._resources.max_len(instance.tp) >= need]
+        if able:
+            chosen = min(able, key=lambda instance: self._load(view, instance))
+            if not any(instance.draining for instance in able) or not chosen.draining:
+                return PlanProposal(plan, state, f"{words}, which instance {chosen.name} can hold")
+            reopened = plan.with_instance(chosen.with_draining(False))
+            return PlanProposal(reopened, state, f"{words}: instance {chosen.name} takes requests again")
+        degrees = [degree for degree in self._groups(state) if self._resources.max_len(degree) >= need]
+        if not degrees:
+            return PlanProposal(plan, state, f"{words}, more than any instance could hold")
+        candidates = [
+            members
+            for devices in self._groups(state)[min(degrees)]
+            if (members := self._members(plan, devices)) is not None
+        ]
+        candidates.sort(key=lambda members: sum(self._load(view, member) for member in members))
+        for members in candidates:
+            merged = self._merged(plan, state, members, min(degrees))
+            if view.is_warm(merged[-1]):
+                names = " and ".join(member.name for member in merged[:-1])
+                reason = f"{words}, which instances {names} can hold together"
+                changed = _with(plan, merged[:-1], (merged[-1],))
+                return PlanProposal(changed, replace(state, names=(merged[-1].name,)), reason)
+        return PlanProposal(plan, state, f"{words}: the programs to hold it are still being compiled")
+
+    def _groups(self, state: TransformState) -> Mapping[int, Sequence[tuple[int, ...]]]:
+        return buddy_groups(state.start, self._resources.max_tp)
+
+    def _members(self, plan: Plan, devices: Sequence[int]) -> list[InstancePlan] | None:
+        """Return the instances on the devices of a group, None if they do not fill it exactly."""
+        group = set(devices)
+        members = [instance for instance in plan.instances if instance.devices & group]
+        if any(len(member.stages) > 1 or not member.devices <= group for member in members):
+            return None
+        return members if {device for member in members for device in member.devices} == group else None
+
+    def _merged(
+        self, plan: Plan, state: TransformState, members: Sequence[InstancePlan], degree: int
+    ) -> tuple[InstancePlan, ...]:
+        """Return instances that merge next so that `members` can become one of a degree, and what they become.
+
+        Members of unequal degrees merge in several steps, beginning with the smallest.
+        """
+        smallest = min(member.tp for member in members)
+        if any(member.tp != smallest for member in members):
+            degree = 2 * smallest
+        for devices in self._groups(state)[degree]:
+            own = [member for member in members if member.devices <= set(devices) and member.tp == smallest]
+            if len(own) * smallest == degree:
+                break
+        own = in_buddy_order(own, devices)
+        (name,) = new_names(plan, 1, state.names)
+        whole = merged_plan([replace(member, max_num_seqs=own[0].max_num_seqs) for member in own], name)
+        pages = max(whole.kv_pages, self._resources.kv_capacity(whole))
+        return (*own, whole.with_kv_pages(pages))
+
+    def _load(self, view: ServiceView, instance: InstancePlan) -> int:
+        """Return the load by which instances are compared, in tokens: KV in use, and prompts that wait."""
+        seen = _seen(view, instance)
+        return seen.waiting_tokens + seen.kv_pages_used * self._resources.page_size
+
+    # -- split
+
+    def _release(
+        self, view: ServiceView, plan: Plan, state: TransformState, instance: InstancePlan
+    ) -> PlanProposal[TransformState]:
+        """Propose that a merged instance drains, or that it splits, or say what it waits for."""
+        quiet = view.time - state.needed[instance.name]
+        if quiet < self.settings.hold:
+            return PlanProposal(plan, state)
+        if not instance.draining:
+            reason = f"instance {instance.name} has had no long request for {quiet:.1f} s and drains"
+            return PlanProposal(plan.with_instance(instance.with_draining(True)), state, reason)
+        seen = _seen(view, instance)
+        trend = (seen.recent.kv_trend or 0.0) if seen.recent is not None else 0.0
+        usage = max(seen.kv_usage, seen.kv_usage + trend * self.settings.release_horizon)
+        if usage > self.settings.release_usage or seen.num_waiting:
+            waiting = f", {seen.num_waiting} waiting" if seen.num_waiting else ""
+            reason = f"instance {instance.name} splits when its KV usage is at most {self.settings.release_usage:.0%}: "
+            return PlanProposal(plan, state, f"{reason}it is {usage:.0%}{waiting}")
+        count = self._parts(instance, state, seen.longest)
+        names = new_names(plan, count, state.names)
+        whole = instance.with_kv_pages(instance.kv_pages // count * count)
+        parts = [self._at_home(part, state) for part in split_plans(whole, names)]
+        reason = f"no long request is left, and {usage:.0%} of the KV of instance {instance.name} is in use"
+        return PlanProposal(_with(plan, (instance,), parts), replace(state, names=names), reason)
+
+    def _parts(self, instance: InstancePlan, state: TransformState, longest: int) -> int:
+        """Return into how many instances one splits: as many as can each hold the longest request that is left."""
+        degrees = [degree for degree in self._groups(state) if self._resources.max_len(degree) >= longest]
+        return max(2, instance.tp // min(degrees, default=instance.tp // 2))
+
+    def _at_home(self, part: InstancePlan, state: TransformState) -> InstancePlan:
+        """Return the plan of a part, with the KV pages and the limit that its devices had at the start."""
+        for instance in state.start.instances:
+            if instance.same_place(part):
+                pages = min(instance.kv_pages, self._resources.kv_capacity(part))
+                return part.with_kv_pages(pages).with_max_num_seqs(instance.max_num_seqs)
+        return part.with_kv_pages(self._resources.kv_capacity(part))
+
+
+def _with(plan: Plan, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> Plan:
+    """Return the next version of a plan, with some instances in the place of others."""
+    names = {instance.name for instance in before}
+    place = min(index for index, instance in enumerate(plan.instances) if instance.name in names)
+    kept = [instance for instance in plan.instances if instance.name not in names]
+    return Plan(plan.version + 1, (*kept[:place], *after, *kept[place:]))
+
+
+def _seen(view: ServiceView, instance: InstancePlan) -> Snapshot:
+    return view.snapshots.get(instance.name) or Snapshot()

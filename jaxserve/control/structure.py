@@ -1,0 +1,263 @@
+"""The control of the set of instances: what a structural policy wants, carried out from alignment to finish.
+
+    policy -> structural change -> align the instances that end -> regroup -> finish the new ones
+
+Instances that take part are held meanwhile: their own control asks no policy about them. All others go on.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from jaxserve.control.diff import diff
+from jaxserve.control.instance_controller import Backoff, Failures, InstanceController
+from jaxserve.control.plan import Plan, PlanInForce
+from jaxserve.control.policy import Policy, ServiceView, StructuralPolicy, errors_of_policy
+from jaxserve.control.record import Decision
+from jaxserve.control.regroup import Regroup, StructuralChange, has_same_instances, structural_change
+from jaxserve.control.resources import Resources, validate
+from jaxserve.control.transitions import Outcome
+from jaxserve.core.errors import PlanError
+
+log = logging.getLogger(__name__)
+
+
+class RegroupActuator(Protocol):
+    """What carries out regroups while the other instances serve."""
+
+    @property
+    def busy(self) -> bool:
+        """True while a regroup has not ended. Once it is False, `poll` returns all outcomes."""
+        ...
+
+    def start(self, regroups: Sequence[Regroup]) -> None:
+        """Begin to carry out regroups in order, and return at once. Call it only when this actuator is not busy.
+
+        After one that fails, the remaining ones are dropped.
+        """
+        ...
+
+    def poll(self) -> Sequence[Outcome]:
+        """Return the outcomes of regroups that have ended since the last call, in order."""
+        ...
+
+    def is_warm(self, plan: Any) -> bool:
+        """Return whether all programs are compiled that an instance with this plan runs."""
+        ...
+
+
+class StructureController:
+    """A controller of the set of instances. One thread calls `tick`."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        start: Plan,
+        resources: Resources,
+        in_force: PlanInForce,
+        actuator: RegroupActuator | None,
+        backoff: Backoff,
+        record: Callable[..., int],
+        lock: threading.RLock,
+    ):
+        """Without `actuator` the set of instances never changes. The other arguments are as in `InstanceController`."""
+        self._start, self._resources, self._in_force, self._actuator = start, resources, in_force, actuator
+        self._backoff, self._record, self._lock = backoff, record, lock
+        self._asked: object | None = None
+        self._change: StructuralChange | None = None
+        self._open: tuple[int, Decision] | None = None
+        self._state_when_done: Any = None
+        self._waiting_for: list[str] = []  # texts of the parts of the change that have not ended
+        self._phase = _ALIGN
+        self.target: Plan | None = None
+        """The plan that is being carried out, or None."""
+        self.set_policy(policy, self.first_state(policy))
+
+    def first_state(self, policy: Policy) -> Any:
+        """Return a policy's first state. Raise `ConfigError` if the policy raises."""
+        if not isinstance(policy, StructuralPolicy):
+            return None
+        with errors_of_policy(f"policy {policy.name}: first_structure"):
+            return policy.first_structure(self._start)
+
+    def set_policy(self, policy: Policy, state: Any) -> None:
+        """Let another policy decide from the next tick on, beginning with its first state."""
+        self._policy, self._asked = policy, None
+        self._state = self._state_when_done = state
+        self.note = ""
+        self.failures = Failures()
+
+    def stop(self) -> None:
+        """Adopt no answer any more of a policy that has been asked."""
+        self._asked = None
+
+    def check(self, plan: Plan) -> None:
+        """Raise `PlanError` if the instances of a plan cannot take the place of those in force."""
+        structural_change(self._in_force.plan, plan, self._resources)
+        validate(plan, self._resources)
+        if self._actuator is None:
+            raise PlanError("the instances of this engine cannot change")
+        self._check_warm(plan)
+
+    def tick(self, now: float, view: ServiceView, instances: Mapping[str, InstanceController]) -> None:
+        """Carry on with the change under way, or ask the policy if there is none."""
+        if self._change is not None:
+            with self._lock:
+                self._carry_on(now, self._change, instances)
+        elif isinstance(self._policy, StructuralPolicy) and now >= self.failures.until:
+            self._decide(now, self._policy, view, instances)
+
+    # -- decisions
+
+    def _decide(self, now: float, policy: Any, view: ServiceView, instances: Mapping[str, InstanceController]) -> None:
+        """Ask the policy, and begin the change that it wants. Errors are treated as in `InstanceController`."""
+        plan = self._in_force.plan
+        self._asked = asked = object()
+        reason, error, change, wanted = "the policy failed", "", None, plan
+        try:
+            proposal = policy.restructure(view, plan, self._state)
+            reason, wanted, state = proposal.reason, proposal.plan, proposal.state
+            if wanted.instances != plan.instances:
+                change = structural_change(plan, wanted, self._resources)
+                if not has_same_instances(plan, wanted):
+                    self.check(wanted)
+        except PlanError as refused:
+            error = str(refused)
+        except Exception as failure:
+            log.exception("policy %s failed; the instances stay as they are", policy.name)
+            error = f"{type(failure).__name__}: {failure}"
+        with self._lock:
+            if asked is not self._asked:
+                return
+            if error:
+                self._record(self._decision(now, reason, f"rejected: {error}"))
+                self._fail(now)
+            elif change is None or not (change.regroups or change.finish):
+                self._state, self.note = state, reason
+            else:
+                self._begin(now, reason, wanted, change, state, instances)
+
+    def _check_warm(self, plan: Plan) -> None:
+        """Raise `PlanError` if programs of instances that would begin are not compiled."""
+        assert self._actuator is not None
+        there = {instance.name: instance for instance in self._in_force.plan.instances}
+        for instance in plan.instances:
+            old = there.get(instance.name)
+            if (old is None or not old.same_place(instance)) and not self._actuator.is_warm(instance):
+                devices = ", ".join(map(str, sorted(instance.devices)))
+                raise PlanError(f"instance {instance.name}: programs for devices {devices} are still being compiled")
+
+    def _begin(
+        self,
+        now: float,
+        reason: str,
+        wanted: Plan,
+        change: StructuralChange,
+        state: Any,
+        instances: Mapping[str, InstanceController],
+    ) -> None:
+        self.target, self.note, self._change, self._phase = wanted, "", change, _ALIGN
+        self._state_when_done = state
+        plan = self._in_force.plan
+        aligning = [
+            transition
+            for name, aligned in change.align.items()
+            for transition in diff(plan.instance(name), aligned, self._resources)
+        ]
+        decision = self._decision(now, reason, "started", tuple(map(str, (*aligning, *change.regroups))))
+        self._open = self._record(decision), decision
+        for name in _taking_part(change):
+            if name in instances:
+                instances[name].held = True
+        self._carry_on(now, change, instances)
+
+    # -- the change under way
+
+    def _carry_on(self, now: float, change: StructuralChange, instances: Mapping[str, InstanceController]) -> None:
+        """Begin the next phase of a change if the present one has ended."""
+        if self._phase is _ALIGN and self._all_have(now, change.align, instances, _members(change)):
+            self._phase = _REGROUP
+            if change.regroups:
+                assert self._actuator is not None
+                self._actuator.start(change.regroups)
+        if self._phase is _REGROUP and self._regrouped(now, change):
+            self._phase = _FINISH
+        if self._phase is _FINISH and self._all_have(now, change.finish, instances, change.finish):
+            self._end(now, "done", instances)
+        if self._change is None:
+            for instance in instances.values():
+                instance.held = False
+
+    def _all_have(
+        self,
+        now: float,
+        plans: Mapping[str, Any],
+        instances: Mapping[str, InstanceController],
+        names: Any,
+    ) -> bool:
+        """Return whether the instances with these names are settled under their plans; begin what is missing."""
+        settled = True
+        for name in names:
+            instance = instances.get(name)
+            if instance is None:
+                settled = False  # it is followed from the next tick on
+                continue
+            instance.held = True
+            if not instance.settled:
+                settled = False
+            elif instance.error:
+                error, instance.error = instance.error, ""
+                self._end(now, error, instances)
+                return False
+            elif name in plans and self._in_force.instance(name) != plans[name]:
+                settled = False
+                try:
+                    instance.carry_out(plans[name])
+                except PlanError as error:
+                    self._end(now, f"failed: {error}", instances)
+                    return False
+        return settled
+
+    def _regrouped(self, now: float, change: StructuralChange) -> bool:
+        if not change.regroups:
+            return True
+        assert self._actuator is not None
+        busy = self._actuator.busy
+        for outcome in self._actuator.poll():
+            if outcome.error is not None:
+                self._end(now, f"failed: {outcome.transition}: {outcome.error}", {})
+                return False
+        return not busy and self._change is not None
+
+    def _end(self, now: float, outcome: str, instances: Mapping[str, InstanceController]) -> None:
+        assert self._open is not None
+        number, decision = self._open
+        self._record(replace(decision, outcome=outcome), number)
+        self.target, self._change, self._open = None, None, None
+        if outcome == "done":
+            self._state = self._state_when_done
+            self.failures = Failures()
+        else:
+            self._fail(now)
+
+    def _fail(self, now: float) -> None:
+        count = self.failures.count + 1
+        self.failures = Failures(count, now + self._backoff.delay(count))
+
+    def _decision(self, now: float, reason: str, outcome: str, transitions: tuple[str, ...] = ()) -> Decision:
+        version = self._in_force.version
+        return Decision(now, self._policy.name, reason, version, version + len(transitions), transitions, outcome)
+
+
+_ALIGN, _REGROUP, _FINISH = "align", "regroup", "finish"
+
+
+def _members(change: StructuralChange) -> list[str]:
+    """Return the names of the instances that end."""
+    return [name for regroup in change.regroups for name in regroup.before]
+
+
+def _taking_part(change: StructuralChange) -> list[str]:
+    return [*_members(change), *change.finish]
