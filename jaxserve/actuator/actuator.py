@@ -4,25 +4,23 @@ Copies are made in this thread while steps go on. Commits run between two steps 
 """
 
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, TimeoutError as NotYet
-from typing import Any
+from concurrent.futures import Future
+from functools import partial
 
+from jaxserve.actuator.procedure_thread import ProcedureThread
 from jaxserve.actuator.throttle import Throttle
 from jaxserve.control.ledger import DeviceEntries, DeviceLedgers
 from jaxserve.control.plan import InstancePlan, PlanInForce
 from jaxserve.control.reconfigure import Cancelled, PlanFacts, Reconfiguration
-from jaxserve.control.transitions import BetweenSteps, Outcome, Sleep, StepsEnded, Transition, Waits
+from jaxserve.control.transitions import BetweenSteps, Outcome, StepsEnded, Transition, Waits
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
 from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.pools import Growth, free
 from jaxserve.telemetry import EngineMetrics
-
-CLOSING_CHECK_S = 0.2  # how often the thread checks, while it waits for a step, whether the actuator is closing
 
 
 class DeviceInstance:
@@ -101,8 +99,8 @@ class PlanActuator:
         share `copy_share` of a core.
         """
         self._steps, self._metrics = steps, metrics
-        self._closing = threading.Event()
-        throttle = Throttle(pace, copy_share, lambda: not steps.idle, self._closing.wait)
+        self._thread = ProcedureThread(f"jaxserve-actuator-{name}", self._wait)
+        throttle = Throttle(pace, copy_share, lambda: not steps.idle, self._thread.closing.wait)
         self.instance = DeviceInstance(steps, executor, throttle)
         self._reconfiguration = Reconfiguration(
             name=name,
@@ -113,24 +111,17 @@ class PlanActuator:
             facts=facts,
             now=time.monotonic,
         )
-        self._waiting: queue.SimpleQueue[Sequence[Transition] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._unfinished = 0  # calls of `start` whose transitions have not ended
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=f"jaxserve-actuator-{name}", daemon=True)
-        self._thread.start()
 
     @property
     def busy(self) -> bool:
         """True while a transition has not ended. Once it is False, `poll` returns all outcomes."""
-        with self._lock:
-            return self._unfinished > 0
+        return self._thread.busy
 
     def start(self, transitions: Sequence[Transition]) -> None:
         """Begin to carry out transitions in order, and return at once. May be called from any thread."""
-        with self._lock:
-            self._unfinished += 1
-        self._waiting.put(tuple(transitions))
+        report = partial(report_to, self._metrics, self._outcomes)
+        self._thread.start(self._reconfiguration.carry_out(tuple(transitions), report))
 
     def poll(self) -> Sequence[Outcome]:
         """Return the outcomes of transitions that have ended since the last call, in order."""
@@ -144,47 +135,14 @@ class PlanActuator:
 
         May be called several times.
         """
-        self._closing.set()
-        self._waiting.put(None)
-        self._thread.join()
+        self._thread.close()
 
-    # -- the thread
-
-    def _run(self) -> None:
-        while (transitions := self._waiting.get()) is not None:
-            self._drive(self._reconfiguration.carry_out(transitions, self._report))
-            with self._lock:
-                self._unfinished -= 1
-
-    def _report(self, outcome: Outcome, failure: Exception | None) -> None:
-        state = "failed" if failure else "done"
-        self._metrics.transition(type(outcome.transition).__name__, state, outcome.seconds)
-        self._outcomes.put(outcome)
-
-    def _drive(self, procedure: Waits[None]) -> None:
-        """Run the procedure to its end, and wait in this thread for whatever it yields."""
-        value: Any = None
-        error: Exception | None = None
-        while True:
-            try:
-                wait = procedure.send(value) if error is None else procedure.throw(error)
-            except StopIteration:
-                return
-            value = error = None
-            try:
-                value = self._wait(wait)
-            except Exception as failure:
-                error = failure
-
-    def _wait(self, wait: Sleep | BetweenSteps | StepsEnded) -> Any:
+    def _wait(self, wait: BetweenSteps | StepsEnded) -> Future[None] | None:
         match wait:
-            case Sleep():
-                self._closing.wait(max(0.0, wait.until - time.monotonic()))
-                return None
             case BetweenSteps():
                 return self._between_steps(wait.function)
             case StepsEnded():
-                return self._result(wait.fence)
+                return self._thread.result(wait.fence)
 
     def _between_steps(self, function: Callable[[], None]) -> Future[None]:
         """Have the instance call a function between two steps. Return a fence, or raise what the function raised."""
@@ -204,20 +162,17 @@ class PlanActuator:
 
         self._steps.call(run)
         try:
-            return self._result(done)
+            return self._thread.result(done)
         except Cancelled:
             if done.cancel():
                 raise
             return done.result()  # the function runs already
 
-    def _result(self, future: Future) -> Any:
-        """Wait for a future of the instance's thread. Raise `Cancelled` if the actuator is closed meanwhile.
 
-        No further step runs then, so that the future may never complete.
-        """
-        while True:
-            try:
-                return future.result(CLOSING_CHECK_S)
-            except NotYet:
-                if self._closing.is_set():
-                    raise Cancelled("the engine is closing") from None
+def report_to(
+    metrics: EngineMetrics, outcomes: queue.SimpleQueue[Outcome], outcome: Outcome, failure: Exception | None
+) -> None:
+    """Count an outcome, and keep it for the controller."""
+    state = "failed" if failure else "done"
+    metrics.transition(type(outcome.transition).__name__, state, outcome.seconds)
+    outcomes.put(outcome)

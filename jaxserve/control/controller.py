@@ -78,7 +78,9 @@ class Controller:
         plans = {plan.name: plan for plan in self._in_force.plan.instances}
         followed: dict[str, InstanceController] = {}
         for name, plan in plans.items():
-            known, actuator = self._instances.get(name), self._actuators[name]
+            known, actuator = self._instances.get(name), self._actuators.get(name)
+            if actuator is None:
+                continue  # it has ended since the plan was read
             if known is None or known.actuator is not actuator:
                 known = InstanceController(
                     home(plan, self._start, self._resources),
