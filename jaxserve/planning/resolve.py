@@ -51,7 +51,7 @@ class Resolved(MemoryPlan):
     """A resolved configuration: the memory plan, the checkpoint, the model and the devices of an engine."""
 
     checkpoint: Checkpoint
-    padded_model: ModelConfig  # padded for the degree of tensor parallelism
+    padded_model: ModelConfig  # padded for the largest degree of tensor parallelism, and run at every degree
     info: ModelInfo
     devices: tuple[jax.Device, ...]
 
@@ -77,7 +77,8 @@ def resolve(config: EngineConfig) -> Resolved:
     backend = _kernel_backend(config, platform)
 
     def padded_model(tp: int) -> ModelConfig:
-        padded = padded_config(model, tp, split_unit(spec.precisions) if tp > 1 else 1)
+        shards = config.degrees.padded_for(tp)
+        padded = padded_config(model, shards, split_unit(spec.precisions) if shards > 1 else 1)
         return replace(padded, kernel_backend=backend)
 
     def sizes(tp: int) -> BlockSizes:

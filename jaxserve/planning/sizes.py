@@ -44,14 +44,14 @@ def block_bytes(config: ModelConfig, block: str, precision: str, tp: int, layout
     """Return the bytes of a block's parameters on each of `tp` devices.
 
     `layout` is the layout of its quantised weights if it differs from the module's. Raise `ConfigError` if weights in
-    that layout cannot be split over `tp` devices.
+    that layout cannot be split.
     """
     _, variables = abstract_block(config, block, precision)
     total = 0
-    for variable in variables.values():
+    for name, variable in variables.items():
         value = variable.get_value()
         if isinstance(value, QArray) and layout is not None:
-            size = layout.nbytes(value, tp if variable.axes[-1] in RULES else 1)
+            size = layout.nbytes(name, value)
         else:
             size = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
         total += size // (tp if any(axis in RULES for axis in variable.axes) else 1)
