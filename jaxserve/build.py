@@ -403,7 +403,7 @@ def _build_instance(
     compiler: Compiler,
     progress: Progress,
 ) -> tuple[BlockExecutor, Scheduler]:
-    config, buckets = resolved.config, resolved.buckets
+    config, buckets = resolved.config, resolved.buckets_of(instance.tp)
     builder = BlockBuilder(resolved.padded_model, store)
     blocks: list[LoadedBlock] = []
     pools: list[Callable[[int], Pool]] = []
@@ -428,7 +428,15 @@ def _build_instance(
     )
     fused = _fused_tier(resolved, compilations, compiler)
     executor = BlockExecutor(
-        blocks, Pools(pools, resolved.segments), builder, sampler, buckets, table, config.page_size, fused, compiler
+        blocks,
+        Pools(pools, resolved.segments(instance.tp)),
+        builder,
+        sampler,
+        buckets,
+        table,
+        config.page_size,
+        fused,
+        compiler,
     )
     return executor, scheduler
 

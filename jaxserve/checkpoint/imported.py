@@ -11,7 +11,7 @@ from jaxserve.checkpoint.mapping import PackTarget, numpy_dtype, pack_block, ten
 from jaxserve.checkpoint.safetensors import DTYPES, INTEGERS, SafetensorsStore, StoredTensor
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import ModelConfig
-from jaxserve.core.errors import CheckpointError, ConfigError
+from jaxserve.core.errors import CheckpointError
 from jaxserve.quantization.formats import Codes, Scheme, decode, dequantized, find_tensors
 from jaxserve.quantization.layer import CONTRACTED, flat_inputs
 from jaxserve.quantization.packing import pack
@@ -83,11 +83,10 @@ class ImportedStore:
                 raise CheckpointError(f"{self.files.where(name)} is not quantised, but other weights of its layer are")
         return f"int{self.scheme.bits}"
 
-    def block(self, config: ModelConfig, padded: ModelConfig, block_id: str) -> dict[str, np.ndarray | QArray]:
-        """Return the parameters of a quantised layer, packed for `padded`, with the codes that are stored.
+    def block(self, config: ModelConfig, block_id: str) -> dict[str, np.ndarray | QArray]:
+        """Return the parameters of a quantised layer without padding, with the codes that are stored.
 
-        Scales in bfloat16 keep their dtype, and others become float32. Raise `ConfigError` if padding for tensor
-        parallelism would cut a group.
+        Scales in bfloat16 keep their dtype, and others become float32.
         """
         shapes = tensor_shapes(config, block_id)
         weights = {name: self.codes(name, shape) for name, shape in shapes.items() if _is_large(name)}
@@ -98,7 +97,7 @@ class ImportedStore:
         symmetric = self.scheme.symmetric and not any(np.any(weight.zeros) for weight in weights.values())
 
         def packed(dtype: np.dtype, read: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
-            return pack_block(PackTarget(config, padded, dtype), block_id, read)
+            return pack_block(PackTarget(config, config, dtype), block_id, read)
 
         def field(name: str, *, of: str) -> np.ndarray:
             """Return one field of a weight, repeated to the weight's shape, so that it is packed like the weight."""
@@ -117,24 +116,16 @@ class ImportedStore:
         zeros = {} if symmetric else packed(exact, partial(field, of="zeros"))
         block: dict[str, np.ndarray | QArray] = {**packed(numpy_dtype(config), other)}
         for name in CONTRACTED.keys() & block.keys():
-            block[name] = self._joined(block_id, name, codes[name], scales[name], zeros.get(name))
+            block[name] = self._joined(name, codes[name], scales[name], zeros.get(name))
         return block
 
-    def _joined(
-        self, block_id: str, name: str, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None
-    ) -> QArray:
+    def _joined(self, name: str, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None) -> QArray:
         codes = flat_inputs(name, codes)
         size = codes.shape[-1]
         group = min(self.scheme.group, size) or size
 
         def narrow(values: np.ndarray) -> np.ndarray:
-            groups = flat_inputs(name, values).reshape(*codes.shape[:-1], -1, group) if size % group == 0 else None
-            if groups is None or np.any(groups != groups[..., :1]):
-                raise ConfigError(
-                    f"{block_id}: {name} is quantised in groups of {group} inputs, which are cut by the padding for"
-                    " this degree of tensor parallelism (tp)"
-                )
-            return np.ascontiguousarray(groups[..., 0])
+            return np.ascontiguousarray(flat_inputs(name, values)[..., ::group])
 
         narrowed = None if zeros is None else narrow(zeros)
         return QArray(pack(codes, self.scheme.bits), narrow(scales), narrowed, self.scheme.bits, size)

@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 from jaxserve.checkpoint.imported import ImportedStore
 from jaxserve.checkpoint.loader import Checkpoint
-from jaxserve.checkpoint.variants import fitted
+from jaxserve.checkpoint.refit import group_after, stored_inputs
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import ModelConfig
-from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import BITS
 from jaxserve.quantization import QArray
 from jaxserve.quantization.rounding import group_size
@@ -17,21 +16,23 @@ BFLOAT16, FLOAT32 = 2, 4  # bytes
 
 
 class Layout(NamedTuple):
-    """The layout of a quantised weight, which decides its size together with its bits."""
+    """The layout of a layer's quantised weights, which decides their sizes together with their bits."""
 
-    group: int  # inputs that share a scale; 0: all inputs of an output
+    group: int  # inputs that share a scale as they are stored; 0: all inputs of an output
     scale_bytes: int  # per group, for its scale and its zero
+    config: ModelConfig
+    padded: ModelConfig
 
-    def nbytes(self, weight: QArray, parts: int = 1) -> int:
-        """Return the bytes of a weight in this layout. Raise `ConfigError` if a split into `parts` cuts a group."""
+    def nbytes(self, name: str, weight: QArray) -> int:
+        """Return the bytes of a padded weight in this layout.
+
+        Raise `ConfigError` if padding or a split over devices leaves no whole groups.
+        """
         *out, size = weight.shape
-        group = self.group if self.group and size % self.group == 0 else group_size(size, self.group)
-        if size // parts % group:
-            raise ConfigError(
-                f"a weight of {size} inputs that is quantised in groups of {group} cannot be split over {parts} "
-                "devices (tp)"
-            )
-        return prod(weight.codes.shape) + prod(out) * (size // group) * self.scale_bytes
+        stored = stored_inputs(name, size, self.config)
+        group = self.group if self.group and stored % self.group == 0 else group_size(stored, self.group)
+        groups = size // group_after(name, group, self.config, self.padded)
+        return prod(weight.codes.shape) + prod(out) * groups * self.scale_bytes
 
 
 def stored_layout(checkpoint: Checkpoint, padded: ModelConfig, block_id: str, precision: str) -> Layout | None:
@@ -42,12 +43,10 @@ def stored_layout(checkpoint: Checkpoint, padded: ModelConfig, block_id: str, pr
     """
     if precision not in BITS or not is_layer(block_id):
         return None
+    config, prepared = checkpoint.config, checkpoint.prepared
     if isinstance(checkpoint.store, ImportedStore) and checkpoint.precision(block_id) == precision:
-        return Layout(checkpoint.store.scheme.group, 2 * FLOAT32)
-    prepared = checkpoint.prepared
-    if prepared is None or precision not in prepared.precisions or fitted({}, checkpoint.config, padded) is None:
+        return Layout(checkpoint.store.scheme.group, 2 * FLOAT32, config, padded)
+    if prepared is None or precision not in prepared.precisions:
         return None
     method = prepared.method(precision)
-    if method.group == 0 and padded.shards > 1:  # as `fitted` decides when the weights are read
-        return None
-    return Layout(method.group, BFLOAT16 if method.symmetric else 2 * BFLOAT16)
+    return Layout(method.group, BFLOAT16 if method.symmetric else 2 * BFLOAT16, config, padded)

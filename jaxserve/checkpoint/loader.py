@@ -1,6 +1,5 @@
 """An open checkpoint: its configuration, and its blocks, which are read one at a time."""
 
-import logging
 import math
 import zlib
 from collections.abc import Callable, Sequence
@@ -15,16 +14,15 @@ from jaxserve.checkpoint.folder import check_folder
 from jaxserve.checkpoint.imported import ImportedStore
 from jaxserve.checkpoint.mapping import PackTarget, numpy_dtype, pack_block, stacked_name, tensor_shapes
 from jaxserve.checkpoint.reconcile import reconcile_head, warn_of_unused
+from jaxserve.checkpoint.refit import fitted
 from jaxserve.checkpoint.rounding import round_block
 from jaxserve.checkpoint.safetensors import SafetensorsStore, StoredTensor
 from jaxserve.checkpoint.values import check_values
-from jaxserve.checkpoint.variants import FOLDER, MANIFEST, VariantStore, fitted
+from jaxserve.checkpoint.variants import FOLDER, MANIFEST, VariantStore
 from jaxserve.core.block_names import is_layer, layer_index
 from jaxserve.core.config import DType, ModelConfig
 from jaxserve.core.precision import BITS
 from jaxserve.quantization import QArray
-
-log = logging.getLogger(__name__)
 
 DUMMY_STDDEV = 0.02
 # Numbers drawn for a tensor, which repeats them. A prime, so that the rows of a tensor differ.
@@ -102,24 +100,23 @@ class Checkpoint:
         """Return a block's parameters in a precision, in the layout that `block` describes.
 
         A quantised layer comes from the first of these sources that exists: the checkpoint, the prepared variants
-        (`jaxserve quantize`), rounding to the nearest. A prepared variant is not used where `padded` pads the weights
-        or cuts their groups. The embedding and the head are always rounded. `between` works as in `block`, in full
-        precision only.
+        (`jaxserve quantize`), rounding to the nearest. The embedding and the head are always rounded. `between` works
+        as in `block`, in full precision only.
+
+        Raise `ConfigError` if `padded` would cut the groups of a stored or prepared layer.
         """
         config, padded = self.config, padded or self.config
         if precision not in BITS:
             return {**self.block(block_id, padded, between)}
         if not is_layer(block_id):
             return round_block(padded, block_id, self.block(block_id, padded), precision)
+        stored = None
         if isinstance(self.store, ImportedStore) and precision == self.precision(block_id):
-            return self.store.block(config, padded, block_id)
-        if self.prepared is not None and precision in self.prepared.precisions:
-            variant = fitted(self.prepared.layer(layer_index(block_id), precision), config, padded)
-            if variant is not None:
-                return variant
-            log.warning(
-                "%s in %s is rounded to the nearest: its prepared variant cannot be split (tp)", block_id, precision
-            )
+            stored = self.store.block(config, block_id)
+        elif self.prepared is not None and precision in self.prepared.precisions:
+            stored = self.prepared.layer(layer_index(block_id), precision)
+        if stored is not None:
+            return fitted(stored, config, padded)
         return round_block(padded, block_id, self.block(block_id, padded), precision)
 
     def remember(self, block_id: str | None = None) -> None:
@@ -137,13 +134,13 @@ class Checkpoint:
                     tensor.read()
 
     def is_rounded(self, block_id: str, precision: str) -> bool:
-        """Return whether `variant` quantises the block itself, assuming that no prepared variant has to be split."""
+        """Return whether `variant` quantises the block itself."""
         if precision not in BITS:
             return False
         return not is_layer(block_id) or self.method(block_id, precision) == "rtn"
 
     def method(self, block_id: str, precision: str) -> str:
-        """Return how the layer that `variant` returns without padding was quantised.
+        """Return how the layer that `variant` returns was quantised.
 
         This is the format of the checkpoint, the method of `jaxserve quantize`, or "rtn" (rounding to the nearest).
         """

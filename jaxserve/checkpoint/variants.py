@@ -22,13 +22,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxserve.checkpoint.mapping import numpy_dtype, stacked_name, tensor_shapes
+from jaxserve.checkpoint.mapping import stacked_name, tensor_shapes
 from jaxserve.checkpoint.safetensors import StoredTensor
 from jaxserve.core.block_names import layer_name
-from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
 from jaxserve.core.files import read_json_object
-from jaxserve.quantization.packing import UNIT
 from jaxserve.quantization.qarray import QArray
 
 if TYPE_CHECKING:
@@ -42,8 +40,6 @@ LOCK = "variants.lock"
 # In format 1, AWQ divided the values that a layer writes into the KV cache by scales of its own.
 FORMAT = 2
 FINGERPRINT_ROWS = 16  # rows of a tensor
-# Weights whose inputs are split by tensor parallelism.
-SPLIT_INPUTS = ("attention.o", "mlp.down", "mlp.experts_down")
 Variant = dict[str, np.ndarray | QArray]
 
 
@@ -209,35 +205,6 @@ class VariantWriter:
         temporary = self.path / f"{MANIFEST}.incoming"
         temporary.write_text(json.dumps(self._manifest, indent=1), encoding="utf-8")
         temporary.replace(self.path / MANIFEST)
-
-
-def fitted(leaves: Variant, config: ModelConfig, padded: ModelConfig) -> Variant | None:
-    """Return a stored layer of `config` in the model's dtype and in the layout of `padded`.
-
-    Return None if `padded` pads the weights, or splits their inputs within a group or a packed unit.
-    """
-    sizes = ("num_heads", "num_kv_heads", "intermediate_size")
-    same = all(getattr(config, size) == getattr(padded, size) for size in sizes)
-    split = (leaf for name, leaf in leaves.items() if name in SPLIT_INPUTS and isinstance(leaf, QArray))
-    whole = all(leaf.size % (padded.shards * math.lcm(leaf.group, UNIT[leaf.bits])) == 0 for leaf in split)
-    if not same or (config.moe and config.moe != padded.moe) or (padded.shards > 1 and not whole):
-        return None
-    dtype, shards = numpy_dtype(config), padded.shards
-
-    def fit(name: str, array: np.ndarray) -> np.ndarray:
-        axis = {"mlp.gate_up": 0, "mlp.gate_up_bias": 0, "mlp.experts_gate_up": 1}.get(name)
-        if axis is None or shards == 1:
-            return array
-        lead, (_, _, inner, *rest) = array.shape[:axis], array.shape[axis:]  # [..., 1, 2, inner, ...]
-        parts = array.reshape(*lead, 2, shards, inner // shards, *rest)
-        return np.ascontiguousarray(parts.swapaxes(axis, axis + 1))
-
-    def fit_leaf(name: str, leaf: np.ndarray | QArray) -> np.ndarray | QArray:
-        if isinstance(leaf, QArray):
-            return jax.tree.map(lambda array: fit(name, array), leaf)
-        return fit(name, leaf.astype(dtype, copy=False))
-
-    return {name: fit_leaf(name, leaf) for name, leaf in leaves.items()}
 
 
 def fingerprint(checkpoint: "Checkpoint") -> str:

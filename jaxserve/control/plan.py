@@ -62,6 +62,11 @@ class InstancePlan:
         """Number of KV pages, the null page included. All stages have the same, because page ids are valid in all."""
         return self.stages[0].kv_pages
 
+    @property
+    def tp(self) -> int:
+        """Degree of tensor parallelism of its first stage; only instances with one stage change it."""
+        return self.stages[0].tp
+
     def precision(self, block: str) -> str:
         """Return the precision of a block. Raise `PlanError` if no block has this name."""
         try:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jaxserve.control.costs import CostModel
+from jaxserve.control.degree_limits import DegreeLimits
 from jaxserve.control.plan import InstancePlan, Plan, StagePlan
 from jaxserve.control.stage_sizes import StageSizes
 from jaxserve.core.block_names import is_layer
@@ -24,6 +25,9 @@ class Resources:
     Next to the parts that `sizes` knows, KV pages and the process itself take memory. The swap buffer among these parts
     has room for the smaller variant of one layer, so that a swap needs no more memory than the larger of the plans
     before and after it.
+
+    Limits on pages are those of instances as they are at the start; `limits_of` has those of every degree of tensor
+    parallelism.
     """
 
     budget: int  # bytes of each device
@@ -39,6 +43,8 @@ class Resources:
     costs: CostModel | None = field(default=None, compare=False, repr=False)
     shapes: Buckets = DEFAULT_SHAPES  # of steps
     page_size: int = 16  # tokens
+    max_len: int = 0  # tokens of the longest sequence; 0: as many as the smallest number of KV pages holds
+    degrees: tuple[DegreeLimits, ...] = ()  # by degree of tensor parallelism; () if instances are never merged
     least_pages = Renamed("min_pages")
     most_pages = Renamed("max_pages")
     kept = Renamed("in_place")
@@ -47,6 +53,18 @@ class Resources:
     def in_place(self) -> tuple[str, ...]:
         """Precisions in which layers run on held variants and take no more memory."""
         return self.sizes.in_place
+
+    def limits_of(self, tp: int) -> DegreeLimits:
+        """Return the limits of instances on `tp` devices. Raise `PlanError` if no instance may have as many."""
+        if not self.degrees:
+            max_len = self.max_len or (self.min_pages - 1) * self.page_size
+            pages = (self.min_pages, self.max_pages, self.start_pages, self.max_pages)
+            return DegreeLimits(tp, max_len, *pages, self.segments, self.shapes)
+        found = next((limits for limits in self.degrees if limits.tp == tp), None)
+        if found is None:
+            degrees = ", ".join(str(limits.tp) for limits in self.degrees)
+            raise PlanError(f"an instance has {tp} devices: it must have one of {degrees} (tp, max_tp)")
+        return found
 
     # -- one layer
 
@@ -127,7 +145,7 @@ class Resources:
     # -- KV pages
 
     def kv_capacity(self, instance: InstancePlan) -> int:
-        """Return the largest number of KV pages that fit besides an instance's layers, at most `max_pages`.
+        """Return the largest number of KV pages that fit besides an instance's layers, at most those of its degree.
 
         Every device must hold them, because page ids are valid in all stages. Whole segments, if pools have segments.
         """
@@ -139,7 +157,7 @@ class Resources:
         def too_many(pages: int) -> bool:
             return any(sum(pool.bytes(pages) for pool in pools) > room for room, pools in rooms)
 
-        return bisect_left(range(1, self.max_pages + 1), True, key=too_many)
+        return bisect_left(range(1, self.limits_of(instance.tp).max_pages + 1), True, key=too_many)
 
     def max_capacity(self, instance: InstancePlan) -> int:
         """Return the largest number of KV pages that an instance can have, with all its layers at their smallest."""
@@ -173,21 +191,21 @@ class _Pools:
 
     page: int  # bytes of one page in all pools
     granules: int  # bytes that the pools may take beyond their pages
-    resources: Resources
+    limits: DegreeLimits
 
     @classmethod
     def of(cls, stage: StagePlan, resources: Resources) -> "_Pools":
         count = sum(is_layer(block.block) for block in stage.blocks)
         page = resources.page_bytes(stage)
-        return cls(page, count * resources.granule, resources)
+        return cls(page, count * resources.granule, resources.limits_of(stage.tp))
 
     def bytes(self, pages: int) -> int:
         """Return the bytes that the pools take while `pages` may be in use."""
-        limits = self.resources
+        limits = self.limits
         if limits.segments:
             return pages_covered(limits.segments, pages) * self.page
         # What the granules take at the start stays theirs, so that pages grow by exactly the bytes that layers free.
-        empty = max(0, limits.max_pages - min(pages, limits.start_pages))
+        empty = max(0, limits.room - min(pages, limits.start_pages))
         return pages * self.page + min(self.granules, empty * self.page)
 
 
@@ -227,11 +245,11 @@ def _check_pages(instance: InstancePlan, resources: Resources) -> None:
             f"instance {instance.name} runs at most {instance.max_num_seqs} sequences: it must be at least 1"
         )
     for index, stage in enumerate(instance.stages):
-        where = f"instance {instance.name}, stage {index}"
-        if not resources.min_pages <= stage.kv_pages <= resources.max_pages:
+        where, limits = f"instance {instance.name}, stage {index}", resources.limits_of(stage.tp)
+        if not limits.min_pages <= stage.kv_pages <= limits.max_pages:
             raise PlanError(
-                f"{where} has {stage.kv_pages} KV pages: it must be from {resources.min_pages} (max_model_len) "
-                f"to {resources.max_pages} (max_kv_pages)"
+                f"{where} has {stage.kv_pages} KV pages: it must be from {limits.min_pages} (max_model_len) "
+                f"to {limits.max_pages} (max_kv_pages)"
             )
         if stage.kv_pages != instance.kv_pages:
             raise PlanError(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxserve.core.block_names import layer_name
+from jaxserve.core.degrees import Degrees
 from jaxserve.core.options import Option
 
 DType = Literal["bfloat16", "float16", "float32"]
@@ -72,7 +73,7 @@ class ModelConfig:
     dtype: DType = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    shards: int = 1  # devices that every block is split over
+    shards: int = 1  # parts that every block can be split into: each device holds one or several of them
     vocab_padding: int = 0  # zero rows after the vocabulary, so that it splits evenly over devices
     kernel_backend: KernelBackend = "auto"  # kernels that may run its operations
 
@@ -278,6 +279,15 @@ class EngineConfig:
         ),
     ] = 1
     dp: Annotated[int, Option("Parallelism", "Data parallelism: number of copies of the model.")] = 1
+    max_tp: Annotated[
+        int | None,
+        Option(
+            "Parallelism",
+            "Largest degree of tensor parallelism that instances may be merged to while serving.",
+            default="tp",
+            minimum=1,
+        ),
+    ] = None
     # -- compilation
     kernel_backend: Annotated[
         KernelBackend,
@@ -330,3 +340,8 @@ class EngineConfig:
     max_logprobs: Annotated[int, Option("Limits", "Maximum number of log-probabilities per token.")] = 20
     max_n: Annotated[int, Option("Limits", "Maximum number of answers per prompt.")] = 64
     max_stop_strings: Annotated[int, Option("Limits", "Maximum number of stop strings per request.")] = 16
+
+    @property
+    def degrees(self) -> Degrees:
+        """The degrees of tensor parallelism that instances may have."""
+        return Degrees(self.tp, self.tp if self.max_tp is None else self.max_tp)

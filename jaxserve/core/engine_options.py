@@ -42,6 +42,7 @@ class EngineOptions(TypedDict, total=False):
     tp: int
     pp: int
     dp: int
+    max_tp: int | None
     kernel_backend: KernelBackend
     compile_cache: str | Path | None
     warmup: bool

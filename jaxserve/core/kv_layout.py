@@ -6,6 +6,7 @@ from itertools import accumulate
 from jaxserve.core.numeric import ceil_div
 
 MAX_MOVED_PAGES = 128  # pages that one call moves within a pool, through temporary memory
+EXCHANGED_PAGES = 64  # pages of one layer that devices exchange at once when instances merge or split
 # Segments that a pool can grow by. More of them make growth finer, but each needs a set of programs at the start.
 GROWTH_SEGMENTS = 4
 SCALE_BYTES = 4

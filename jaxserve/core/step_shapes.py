@@ -4,7 +4,7 @@ The tokens of a step are B decode rows of one token each, then N prefill tiles o
 decode rows, then one row per chunk.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
@@ -88,6 +88,13 @@ class Buckets:
     min_rows: int  # smallest padding of decode rows: on some platforms fewer rows are slower
     widths: tuple[int, ...]  # pages of a row of the page table
     finer: bool = False  # also use sizes between powers of two, for platforms where padded rows cost as much as others
+
+    def times(self, members: int) -> "Buckets":
+        """Return the shapes of an instance that was merged of this many: it decodes as many sequences as all of them.
+
+        A step has no more prompt tokens: each device would compute all of them outside of the split products.
+        """
+        return replace(self, max_num_seqs=members * self.max_num_seqs) if members > 1 else self
 
     @cached_property
     def decodes(self) -> tuple[int, ...]:

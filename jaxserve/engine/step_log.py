@@ -327,7 +327,8 @@ def _with_present_names(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 def resource_facts(resources: Resources, plan: Plan) -> dict[str, Any]:
     """Return resources as facts of a log, with the sizes of the stages that the first instance of `plan` has."""
     table = SizeTable.of(resources.sizes, plan.instances[0])
-    others = ("sizes", "costs", "shapes")  # costs have a record of their own, and shapes are a fact of the engine
+    # Costs have a record of their own, shapes are a fact of the engine, and the sizes are those of one degree.
+    others = ("sizes", "costs", "shapes", "degrees")
     numbers = {field.name: getattr(resources, field.name) for field in fields(resources) if field.name not in others}
     return {**numbers, "sizes": {**vars(table), "layers": [(*key, size) for key, size in table.layers.items()]}}
 

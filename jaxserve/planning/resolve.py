@@ -29,7 +29,7 @@ from jaxserve.parallel.devices import device_memory, devices
 from jaxserve.parallel.padding import padded_config
 from jaxserve.planning.defaults import PLATFORMS, served_dtype
 from jaxserve.planning.memory import MemoryPlan, plan_memory, runtime_bytes
-from jaxserve.planning.sizes import BlockSizes
+from jaxserve.planning.sizes import BlockSizes, padding_cost
 from jaxserve.planning.spec import EngineSpec, dtype_of, has_quantized
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ QUICK_COMPILATION = (
     "--xla_cpu_parallel_codegen_split_count=1",
 )
 SMALL_MACHINE = 4  # processors
+MAX_PADDING = 0.03  # share of the weights or of the KV cache that padding may add without a warning
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Resolved(MemoryPlan):
     """A resolved configuration: the memory plan, the checkpoint, the model and the devices of an engine."""
 
     checkpoint: Checkpoint
-    padded_model: ModelConfig  # padded for the degree of tensor parallelism
+    padded_model: ModelConfig  # padded for the largest degree of tensor parallelism, and run at every degree
     info: ModelInfo
     devices: tuple[jax.Device, ...]
 
@@ -77,7 +78,8 @@ def resolve(config: EngineConfig) -> Resolved:
     backend = _kernel_backend(config, platform)
 
     def padded_model(tp: int) -> ModelConfig:
-        padded = padded_config(model, tp, split_unit(spec.precisions) if tp > 1 else 1)
+        shards = config.degrees.padded_for(tp)
+        padded = padded_config(model, shards, split_unit(spec.precisions) if shards > 1 else 1)
         return replace(padded, kernel_backend=backend)
 
     def sizes(tp: int) -> BlockSizes:
@@ -92,6 +94,7 @@ def resolve(config: EngineConfig) -> Resolved:
     memory = plan_memory(spec, sizes, _budget(config, devices), granule, runtime=runtime)
     info = _info(config, checkpoint, path, memory.max_model_len)
     padded = padded_model(config.tp)
+    _log_padding(model, padded, memory)
     return Resolved(**vars(memory), checkpoint=checkpoint, padded_model=padded, info=info, devices=devices)
 
 
@@ -114,6 +117,20 @@ def _log_dtype(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, platf
         )
     elif dtype == "float16" != served_dtype("float16", platform, quantized=has_quantized(config, _stored(checkpoint))):
         log.warning("dtype is float16, which is much slower than bfloat16 here (--dtype auto or bfloat16)")
+
+
+def _log_padding(model: ModelConfig, padded: ModelConfig, memory: MemoryPlan) -> None:
+    """Log what the zeros cost that split the model evenly, if it is much."""
+    blocks = [(block.block, block.precision) for block in memory.plan.instances[0].blocks]
+    weights, kv = padding_cost(model, padded, blocks)
+    if max(weights, kv) > MAX_PADDING:
+        log.warning(
+            "splitting the model into %d parts enlarges its weights by %.0f %% and its KV cache by %.0f %% with zeros "
+            "(tp, max_tp, precision, variants)",
+            padded.shards,
+            100 * weights,
+            100 * kv,
+        )
 
 
 def _kernel_backend(config: EngineConfig, platform: str) -> KernelBackend:

@@ -1,6 +1,6 @@
 """Bytes of blocks and KV pages on each device, computed from shapes before anything is loaded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -44,18 +44,27 @@ def block_bytes(config: ModelConfig, block: str, precision: str, tp: int, layout
     """Return the bytes of a block's parameters on each of `tp` devices.
 
     `layout` is the layout of its quantised weights if it differs from the module's. Raise `ConfigError` if weights in
-    that layout cannot be split over `tp` devices.
+    that layout cannot be split.
     """
     _, variables = abstract_block(config, block, precision)
     total = 0
-    for variable in variables.values():
+    for name, variable in variables.items():
         value = variable.get_value()
         if isinstance(value, QArray) and layout is not None:
-            size = layout.nbytes(value, tp if variable.axes[-1] in RULES else 1)
+            size = layout.nbytes(name, value)
         else:
             size = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
         total += size // (tp if any(axis in RULES for axis in variable.axes) else 1)
     return total
+
+
+def padding_cost(model: ModelConfig, padded: ModelConfig, blocks: Sequence[tuple[str, str]]) -> tuple[float, float]:
+    """Return the shares by which padding enlarges the weights of blocks in their precisions, and the KV cache."""
+    sizes = ("num_heads", "num_kv_heads", "intermediate_size", "moe", "vocab_rows")
+    if all(getattr(model, size) == getattr(padded, size) for size in sizes):
+        return 0.0, 0.0
+    before, after = (sum(block_bytes(config, *block, 1) for block in blocks) for config in (model, padded))
+    return after / before - 1, padded.num_kv_heads / model.num_kv_heads - 1
 
 
 def dequantized_bytes(config: ModelConfig, block: str, tp: int, precision: str) -> int:

@@ -49,6 +49,7 @@ class EngineSpec:
         head = head_precision(config.head_precision, config.precision, model.dtype)
         chain = block_chain(head if model.tie_embeddings else model.dtype, precisions, head)
         plan = parallel_plan(chain, kv_pages=0, tp=config.tp, pp=config.pp, dp=config.dp, devices=devices)
+        check_degrees(config, model)
         if _has_spare_slots(config, platform):
             limited = (instance.with_max_num_seqs(defaults.max_num_seqs) for instance in plan.instances)
             plan = replace(plan, instances=tuple(limited))
@@ -60,6 +61,27 @@ class EngineSpec:
     def precisions(self) -> tuple[str, ...]:
         """All precisions that layers may have, at the start or later."""
         return tuple(dict.fromkeys((*self.plan.instances[0].layer_precisions, *self.variants)))
+
+
+def check_degrees(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise `ConfigError` if instances cannot be merged up to the degree `max_tp`."""
+    tp, max_tp = config.tp, config.degrees.max_tp
+    if max_tp == tp:
+        return
+    given = f"max_tp is {max_tp}"
+    if max_tp not in config.degrees.all():
+        raise ConfigError(f"{given}: it must be tp ({tp}) times a power of two, as instances merge in pairs")
+    if max_tp > tp * config.dp:
+        raise ConfigError(
+            f"{given}: it must be at most tp x dp = {tp} x {config.dp} = {tp * config.dp}, the devices of all instances"
+        )
+    if config.pp > 1:
+        raise ConfigError(f"{given}: with pp = {config.pp} it must be tp ({tp}); only instances of one stage can merge")
+    if max_tp > model.num_kv_heads:
+        raise ConfigError(
+            f"{given}: it must be at most {max(tp, model.num_kv_heads)}, because the model has {model.num_kv_heads} "
+            "kv heads and a head cannot be cut; to copy heads would enlarge the KV cache at every degree"
+        )
 
 
 def dtype_of(config: EngineConfig, stored: DType, layers: Sequence[str], platform: str) -> DType:

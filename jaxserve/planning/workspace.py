@@ -8,7 +8,8 @@ from typing import Protocol
 from jaxserve.control.plan import StagePlan
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import ModelConfig
-from jaxserve.core.kv_layout import MAX_MOVED_PAGES
+from jaxserve.core.degrees import Degrees
+from jaxserve.core.kv_layout import EXCHANGED_PAGES, MAX_MOVED_PAGES
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.step_shapes import Buckets
 
@@ -43,11 +44,11 @@ class PinnedVariants:
     """Precisions in which layers of all instances run on one held variant, as on CPU, where the host is the device."""
 
     precisions: tuple[str, ...] = ()
-    instances: int = 1
+    instances: int = 1  # at the start
 
-    def share(self, size: int) -> int:
-        """Return the part of a held variant's bytes that each instance bears."""
-        return ceil_div(size, self.instances)
+    def share(self, size: int, members: int = 1) -> int:
+        """Return the part of a held variant's bytes that an instance bears in the place of `members` instances."""
+        return ceil_div(size * members, self.instances)
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class FixedMemory:
 
     page: int  # of one KV page in the pools of all of the stage's layers
     workspace: int  # activations, logits and sampler; between steps, pages that are being moved
-    swap_buffer: int  # room for the smaller of two variants of a layer, or of several, during a swap
+    exchange: int  # room for the smaller of two variants of a layer, or of several, or for what a merge moves at once
     variants: int  # quantised layers held in the same memory, as far as this instance bears them
 
 
@@ -66,20 +67,20 @@ class ModelSizes:
     def __init__(
         self,
         of_degree: Callable[[int], DegreeSizes],
-        tp: int,
-        layers: Mapping[str, tuple[str, ...]],
+        degrees: Degrees,
+        blocks: Mapping[str, tuple[str, ...]],
         buckets: Buckets,
         top: int,
         pinned: PinnedVariants,
         swap_room: int = 0,
     ):
-        """`tp` is the degree at the start, and `layers` are the precisions that each decoder layer may have.
+        """`degrees` are those that instances may have, and `blocks` the precisions that each block may have.
 
-        `top` is the largest number of log-probabilities per token. Where all variants are copied, the swap buffer has
-        up to `swap_room` bytes if several layers need them.
+        `buckets` are the step shapes of an instance at the start. `top` is the largest number of log-probabilities per
+        token. Where all variants are copied, the swap buffer has up to `swap_room` bytes if several layers need them.
         """
-        self.tp, self.pinned, self._swap_room = tp, pinned, swap_room
-        self._layers, self._buckets, self._top = layers, buckets, top
+        self.degrees, self.pinned, self._swap_room = degrees, pinned, swap_room
+        self._blocks, self._buckets, self._top = blocks, buckets, top
         # A controller asks ten times a second, and sizes follow from the modules' abstract shapes.
         self._of_degree = cache(of_degree)
         self._block_bytes = cache(lambda block, precision, tp: self._of_degree(tp).block(block, precision))
@@ -94,7 +95,7 @@ class ModelSizes:
         return self._sorted(block)
 
     def block(self, block: str, precision: str, tp: int | None = None) -> int:
-        return self._block_bytes(block, precision, self.tp if tp is None else tp)
+        return self._block_bytes(block, precision, self.degrees.tp if tp is None else tp)
 
     def page(self, stage: StagePlan) -> int:
         return self.fixed(stage).page
@@ -104,14 +105,14 @@ class ModelSizes:
         for block in stage.blocks:
             size = self.block(block.block, block.precision, stage.tp)
             if is_layer(block.block) and block.precision in self.in_place:
-                size = self.pinned.share(size)
+                size = self.pinned.share(size, self.degrees.members(stage.tp))
                 in_place += size
             weights += size
         return {
             "weights": weights - self._shared(stage),
             "variants": fixed.variants - in_place,
             "workspace": fixed.workspace,
-            "exchange": fixed.swap_buffer,
+            "exchange": fixed.exchange,
         }
 
     def fixed(self, stage: StagePlan) -> FixedMemory:
@@ -119,7 +120,8 @@ class ModelSizes:
         return self._fixed(tuple(block.block for block in stage.blocks), stage.tp)
 
     def _sorted_precisions(self, block: str) -> tuple[str, ...]:
-        return tuple(sorted(self._layers.get(block, ()), key=lambda precision: -self.block(block, precision)))
+        precisions = self._blocks.get(block, ()) if is_layer(block) else ()
+        return tuple(sorted(precisions, key=lambda precision: -self.block(block, precision)))
 
     def _shared(self, stage: StagePlan) -> int:
         """Return the bytes of the embedding if it is also the weight of a head in the same stage."""
@@ -129,9 +131,9 @@ class ModelSizes:
         return self.block("embed", precisions["embed"], stage.tp)
 
     def _fixed_memory(self, names: tuple[str, ...], tp: int) -> FixedMemory:
-        sizes = self._of_degree(tp)
+        sizes, members = self._of_degree(tp), self.degrees.members(tp)
         layers = [name for name in names if is_layer(name)]
-        copied = {name: [p for p in self._layers.get(name, ()) if p not in self.in_place] for name in layers}
+        copied = {name: [p for p in self._blocks.get(name, ()) if p not in self.in_place] for name in layers}
         # Two variants of one layer exist at once. The larger one is booked among the weights, the smaller one here.
         # Where the host is the device and splits a layer, the whole layer that was read stays until all its parts are
         # made.
@@ -139,17 +141,32 @@ class ModelSizes:
         buffers = [room(sizes.block(name, precision) for precision in copied[name]) for name in layers]
         several = 0 if self.pinned.precisions else min(self._swap_room, sum(buffers))
         pinned = (
-            self.pinned.share(sizes.block(name, precision)) for name in layers for precision in self.pinned.precisions
+            self.pinned.share(sizes.block(name, precision), members)
+            for name in layers
+            for precision in self.pinned.precisions
         )
-        dequantized = (sizes.dequantized(name, p) for name in layers for p in self._layers.get(name, ()))
-        workspace = workspace_bytes(sizes.config, self._buckets, tp, sampling="head" in names, top=self._top)
+        dequantized = (sizes.dequantized(name, p) for name in layers for p in self._blocks.get(name, ()))
+        buckets = self._buckets.times(members)
+        workspace = workspace_bytes(sizes.config, buckets, tp, sampling="head" in names, top=self._top)
         workspace += max(dequantized, default=0)
         return FixedMemory(
             page=len(layers) * sizes.page,
             workspace=max(workspace, int(MAX_MOVED_PAGES * sizes.page * TEMPORARIES_FACTOR)),
-            swap_buffer=max(several, *buffers, 0),
+            exchange=max(several, *buffers, self._merge_buffer(names, tp)),
             variants=sum(pinned),
         )
+
+    def _merge_buffer(self, names: tuple[str, ...], tp: int) -> int:
+        """Return the bytes that a merge to twice the degree, or the split back, takes for a time; 0 without any.
+
+        Blocks change one by one. Each device then has two copies of a block: one at the smaller degree, which is booked
+        among the weights, and the smaller one at the larger degree. After that KV pages are exchanged layer by layer.
+        """
+        if tp not in self.degrees.all() or not self.degrees.larger():
+            return 0
+        larger = min(2 * tp, self.degrees.max_tp)
+        copies = (self.block(name, precision, larger) for name in names for precision in self._blocks.get(name, ()))
+        return max(copies) + EXCHANGED_PAGES * self._of_degree(tp).page
 
 
 def workspace_bytes(config: ModelConfig, buckets: Buckets, tp: int, *, sampling: bool, top: int) -> int:

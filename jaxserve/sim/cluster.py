@@ -39,7 +39,7 @@ ANY_TOKEN = 2**31 - 1
 class Cluster:
     """Equal instances of one model on equal devices."""
 
-    shape: ModelShape  # padded for the degree of tensor parallelism
+    shape: ModelShape  # padded for the largest degree of tensor parallelism
     hardware: Hardware
     memory: MemoryPlan
     info: ModelInfo
@@ -88,7 +88,8 @@ def resolve_cluster(
     runtime = runtime_bytes(spec, model) if platform == "cpu" else 0
 
     def sizes(tp: int) -> ShapeSizes:
-        padded = padded_config(model, tp, _split_unit(spec.precisions) if tp > 1 else 1)
+        shards = config.degrees.padded_for(tp)
+        padded = padded_config(model, shards, _split_unit(spec.precisions) if shards > 1 else 1)
         return ShapeSizes(_padded(shape, padded), padded, tp, config.page_size, config.kv_cache_dtype, platform)
 
     elastic = platform == "cpu" if elastic is None else elastic

@@ -36,6 +36,7 @@ class ClusterOptions:
     ] = None
     tp: Annotated[int, replace(SERVE["tp"], group="Cluster")] = 1
     pp: Annotated[int, replace(SERVE["pp"], group="Cluster")] = 1
+    max_tp: Annotated[int | None, replace(SERVE["max_tp"], group="Cluster")] = None
     memory_gb: Annotated[
         float | None, Option("Memory", "Budget of a device in GB.", default="a share of the hardware's", above=0)
     ] = None

@@ -233,10 +233,15 @@ def test_native_product_refuses_a_residual_of_another_shape_or_dtype(residual: j
         jax.block_until_ready(native.matmul(x, w, residual, dtype=jnp.bfloat16))
 
 
-def test_product_joins_gates_cut_into_parts() -> None:
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize(("rows", "parts", "size"), [(3, 2, 64), (1, 4, 192), (40, 4, 32), (2, 3, 40)])
+def test_product_joins_gates_cut_into_parts(rows: int, parts: int, size: int, bits: int) -> None:
     rng = np.random.default_rng(0)
-    gate_up, w = DeferredSwiGLU(jnp.asarray(rng.standard_normal((3, 2, 2, 64)), jnp.bfloat16)), operands(3, 40, 128)[1]
-    np.testing.assert_allclose(matmul(gate_up, w), matmul(gate_up.value(), w), rtol=0.02, atol=0.1)
+    numbers = jnp.asarray(rng.standard_normal((rows, parts, 2, size)), jnp.bfloat16)
+    one_part = numbers.swapaxes(1, 2).reshape(rows, 1, 2, parts * size)
+    w = operands(rows, 40, parts * size, bits)[1]
+    got, expected = (np.asarray(native.matmul(DeferredSwiGLU(x), w)) for x in (numbers, one_part))
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_native_product_reads_nothing_beyond_its_operands() -> None:

@@ -164,7 +164,7 @@ def test_ledger_covers_the_memory_that_elastic_pools_hold(tiny_model: Path) -> N
 def test_ledger_counts_whole_segments(tiny_model: Path, not_elastic: None) -> None:
     config = EngineConfig(model=tiny_model, kv_pages=20, max_kv_pages=60, max_model_len=128, **OPTIONS)
     resolved = resolve(config)
-    assert resolved.segments == (21, 10, 10, 10, 10)
+    assert resolved.segments(1) == (21, 10, 10, 10, 10)
     assert resolved.ledger.entries["kv"] == 21 * page_bytes(resolved)
     most = resolve(EngineConfig(model=tiny_model, kv_pages=20, max_kv_pages=10_000_000, max_model_len=128, **OPTIONS))
     room = most.ledger.free + most.ledger.entries["kv"]

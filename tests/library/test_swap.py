@@ -17,6 +17,7 @@ from jaxserve.checkpoint.mapping import tensor_shapes
 from jaxserve.checkpoint.variants import Method, VariantWriter
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.degrees import Degrees
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import assignment_id
 from jaxserve.core.sampling import SamplingParams
@@ -283,9 +284,9 @@ def test_swap_buffer_has_room_for_the_second_largest_variant_where_all_are_copie
         dequantized=lambda *key: 0,
     )
     layers = {block.block: resolved.variants for block in stage.blocks if is_layer(block.block)}
-    memory = ModelSizes(lambda tp: sizes, 1, layers, resolved.buckets, 1, PinnedVariants()).fixed(stage)
+    memory = ModelSizes(lambda tp: sizes, Degrees(1, 1), layers, resolved.buckets, 1, PinnedVariants()).fixed(stage)
     *_, second, _ = sorted(size for (layer, _), size in resolved.layer_bytes.items() if layer == "layers.0")
-    assert memory.swap_buffer == second
+    assert memory.exchange == second
     assert memory.variants == 0
 
 

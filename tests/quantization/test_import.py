@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.checkpoint import imported, open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
 from jaxserve.checkpoint.variants import fingerprint
-from jaxserve.core.errors import CheckpointError, ConfigError
+from jaxserve.core.errors import CheckpointError
 from jaxserve.models import config_from_hf
 from jaxserve.parallel.padding import padded_config
 from jaxserve.quantization import QArray
@@ -89,14 +89,11 @@ def test_imported_quantised_router_is_dequantised(tmp_path):
     np.testing.assert_array_equal(dense(variant["mlp.experts_down"]), np.stack(down))
 
 
-def test_imported_layer_padded_for_tp_keeps_its_codes_or_is_refused(tmp_path):
+def test_imported_layer_is_split_with_its_codes(tmp_path):
     values = write(tmp_path, TINY, SHAPES, "awq")
-    checkpoint = open_checkpoint(tmp_path)
-    two = checkpoint.variant("layers.1", "int4", padded_config(CONFIG, 2))["mlp.gate_up"]
-    np.testing.assert_array_equal(dense(two)[1, 0], values[f"{LAYER}mlp.gate_proj.weight"][48:])
-    write(tmp_path, TINY, SHAPES, "awq", group=0)
-    with pytest.raises(ConfigError, match=r"layers\.1: attention.o .* in groups of 96 inputs.*\(tp\)"):
-        open_checkpoint(tmp_path).variant("layers.1", "int4", padded_config(CONFIG, 3))
+    two = open_checkpoint(tmp_path).variant("layers.1", "int4", padded_config(CONFIG, 2, unit=32))["mlp.gate_up"]
+    np.testing.assert_array_equal(dense(two)[1, 0, :32], values[f"{LAYER}mlp.gate_proj.weight"][64:])
+    assert not dense(two)[1, :, 32:].any()
 
 
 def edit(folder: Path, **changes) -> None:

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from jaxserve.calibration.pipeline import QuantizationSettings
 from jaxserve.calibration.run import run
 from jaxserve.checkpoint import open_checkpoint
-from jaxserve.checkpoint.variants import FORMAT, MANIFEST, Method, VariantStore, VariantWriter, fingerprint, fitted
+from jaxserve.checkpoint.refit import fitted
+from jaxserve.checkpoint.variants import FORMAT, MANIFEST, Method, VariantStore, VariantWriter, fingerprint
 from jaxserve.cli.main import app
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import CheckpointError
@@ -134,19 +135,24 @@ def test_checkpoint_uses_variants_prepared_next_to_it(prepared, shards):
     assert open_checkpoint(prepared, prepared=False).variant("layers.3", "int4")["mlp.down"].group == 128
 
 
-def test_prepared_variants_follow_the_dtype_and_are_not_padded(prepared, caplog):
+def test_prepared_variants_follow_the_dtype_and_are_padded(prepared):
     checkpoint = open_checkpoint(prepared, dtype="float32")
-    assert checkpoint.variant("layers.0", "int4")["post_norm.weight"].dtype == np.float32
-    padded = checkpoint.variant("layers.0", "int4", replace(checkpoint.config, intermediate_size=768))
-    assert padded["mlp.down"].shape == (256, 768)
-    assert "rounded to the nearest" in caplog.text
+    plain = checkpoint.variant("layers.0", "int4")
+    assert plain["post_norm.weight"].dtype == np.float32
+    padded = checkpoint.variant("layers.0", "int4", replace(checkpoint.config, intermediate_size=1024))
+    down = np.asarray(padded["mlp.down"].dequantize())
+    size = checkpoint.config.intermediate_size
+    np.testing.assert_array_equal(down[:, :size], plain["mlp.down"].dequantize())
+    assert down.shape == (256, 1024)
+    assert not down[:, size:].any()
 
 
-def test_prepared_groups_are_not_cut_between_devices(tmp_path):
+def test_prepared_groups_become_smaller_where_devices_would_cut_them():
     checkpoint = open_checkpoint(MODEL)
     layer, two = round_layer(checkpoint.block("layers.0"), 4, group=0), replace(checkpoint.config, shards=2)
-    assert fitted(layer, checkpoint.config, checkpoint.config) is not None
-    assert fitted(layer, checkpoint.config, two) is None
+    split = fitted(layer, checkpoint.config, two)["mlp.down"]
+    assert split.group == 128
+    np.testing.assert_array_equal(split.dequantize(), layer["mlp.down"].dequantize())
 
 
 def test_variants_of_older_weights_are_refused_and_replaced(prepared, tmp_path):

@@ -48,15 +48,16 @@ def matmul(
     """
     call = jax.ffi.ffi_call(MATMUL, jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), dtype))
     operands, bits = (jax.tree.leaves(w), w.bits) if isinstance(w, QArray) else ([w], 16)
-    prologue, eps = "", 0.0
+    prologue, eps, parts = "", 0.0, 1
     match x:
         case DeferredNorm(x, weight, eps):
             prologue, operands = "norm", [*operands, weight]
         case DeferredSwiGLU(gate_up):
-            prologue, x = "swiglu", _halves(gate_up)
+            prologue, parts, x = "swiglu", gate_up.shape[1], gate_up.reshape(len(gate_up), -1)
     if adds := residual is not None:
         operands = [*operands, residual]
-    return call(x, *operands, bits=np.int64(bits), variant=variant, prologue=prologue, eps=np.float32(eps), adds=adds)
+    attributes = {"eps": np.float32(eps), "parts": np.int64(parts), "adds": adds}
+    return call(x, *operands, bits=np.int64(bits), variant=variant, prologue=prologue, **attributes)
 
 
 def in_integers(x: jax.Array, w: QArray) -> jax.Array:
@@ -71,8 +72,3 @@ def in_integers(x: jax.Array, w: QArray) -> jax.Array:
     largest = jnp.abs(parts).max(axis=-1, keepdims=True)
     factor = jnp.where(largest > TINY, maximum / jnp.maximum(largest, TINY), 0)
     return (jnp.round(parts * factor) * (largest * (1 / maximum))).reshape(len(x), -1)[:, : w.size]
-
-
-def _halves(gate_up: jax.Array) -> jax.Array:
-    """Return rows [R, N, 2, M] as all gates, then all ups."""
-    return gate_up.swapaxes(1, 2).reshape(len(gate_up), -1)

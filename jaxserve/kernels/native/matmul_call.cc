@@ -55,9 +55,10 @@ const Multiplier* choose(std::string_view name, [[maybe_unused]] bool bfloat16, 
 // The deferred operation on the rows of x.
 struct Prologue {
   enum Kind { kNone, kNorm, kSwiglu } kind = kNone;
-  const void* x = nullptr;       // [rows, inner], or [rows, 2, inner] for kSwiglu
+  const void* x = nullptr;       // [rows, inner], or [rows, parts, 2, inner / parts] for kSwiglu
   const void* weight = nullptr;  // [inner], for kNorm
   float eps = 0;
+  int64_t parts = 1;             // for kSwiglu: a model that can be split into shards has gates and ups by shard
 
   // Computes a row of m.x.
   void apply(const RowFunctions& functions, const Matmul& m, int64_t row) const {
@@ -65,7 +66,10 @@ struct Prologue {
     auto* to = static_cast<char*>(const_cast<void*>(m.x)) + row * bytes;
     const auto* from = static_cast<const char*>(x) + row * bytes * (kind == kSwiglu ? 2 : 1);
     if (kind == kNorm) functions.norm(from, weight, eps, m.w.inner, m.x_bfloat16, to);
-    if (kind == kSwiglu) functions.swiglu(from, from + bytes, m.w.inner, m.x_bfloat16, to);
+    const int64_t part = bytes / parts;
+    for (int64_t i = 0; kind == kSwiglu && i < parts; ++i) {
+      functions.swiglu(from + 2 * i * part, from + (2 * i + 1) * part, m.w.inner / parts, m.x_bfloat16, to + i * part);
+    }
   }
 };
 
@@ -228,13 +232,15 @@ ffi::Error add_scales(Weight& w, const ffi::RemainingArgs& rest, size_t count) {
 }
 
 // Stores the deferred operation on x. A norm's weight is the operand `at` of `rest`.
-ffi::Error add_prologue(Prologue& p, std::string_view name, float eps, const ffi::AnyBuffer& x,
+ffi::Error add_prologue(Prologue& p, std::string_view name, float eps, int64_t parts, const ffi::AnyBuffer& x,
                         const ffi::RemainingArgs& rest, size_t at, int64_t inner) {
   p.x = x.untyped_data();
   p.eps = eps;
+  p.parts = parts;
   p.kind = name == "norm" ? Prologue::kNorm : name == "swiglu" ? Prologue::kSwiglu : Prologue::kNone;
   if (p.kind == Prologue::kNone && !name.empty()) return invalid("unknown prologue " + std::string(name) + ": choose from norm, swiglu");
   if (x.dimensions()[1] != inner * (p.kind == Prologue::kSwiglu ? 2 : 1)) return invalid("x must have as many inputs as the weight");
+  if (parts < 1 || inner % parts) return invalid("the parts of x must be equal");
   if (p.kind != Prologue::kNorm) return ffi::Error::Success();
   const auto weight = rest.get<ffi::AnyBuffer>(at);
   if (!weight.has_value() || weight->element_type() != x.element_type() || weight->element_count() != size_t(inner)) {
@@ -258,7 +264,7 @@ ffi::Error add_residual(Residual& r, const ffi::AnyBuffer& y, const ffi::Remaini
 // Computes y = x * w transposed. `rest` has, as far as they exist, the scales and zeros of codes, the weight of a norm, and the
 // residual.
 ffi::Error matmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, int64_t bits,
-                  std::string_view variant, std::string_view prologue, float eps, bool adds) {
+                  std::string_view variant, std::string_view prologue, float eps, int64_t parts, bool adds) {
   if (x.dimensions().size() != 2 || w.dimensions().size() != 2) return invalid("operands must be matrices");
   const int64_t rows = x.dimensions()[0], out = w.dimensions()[0];
   const int64_t inner = bits == 16 ? w.dimensions()[1] : x.dimensions()[1] / (prologue == "swiglu" ? 2 : 1);
@@ -284,7 +290,7 @@ ffi::Error matmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs rest, f
     if (error.failure()) return error;
   }
   Prologue first;
-  auto error = add_prologue(first, prologue, eps, x, rest, rest.size() - others, inner);
+  auto error = add_prologue(first, prologue, eps, parts, x, rest, rest.size() - others, inner);
   if (error.failure()) return error;
   Residual residual;
   if (adds) error = add_residual(residual, *y, rest);
@@ -314,6 +320,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_matmul, jaxserve::matmul,
                                   .Attr<std::string_view>("variant")
                                   .Attr<std::string_view>("prologue")
                                   .Attr<float>("eps")
+                                  .Attr<int64_t>("parts")
                                   .Attr<bool>("adds"));
 
 // Sets the maximum number of threads of a call: core.machine.processors, which respects affinity and control groups.
