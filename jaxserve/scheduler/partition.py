@@ -100,7 +100,7 @@ class _Side:
 def partition(requests: Requests, pool: PagePool, sides: int, limits: SideLimits) -> Partition:
     """Return the side of each request, all of whose answers stay together, and the page moves.
 
-    Sides get about the same number of pages, then of sequences. Requests that share pages go to one side together if
+    Sides get about the same number of pages, and then of sequences. Requests that share pages go to one side together if
     that leaves the sides balanced. Otherwise each side gets a copy of the shared pages.
     """
     all_requests = {request_id: list(sequences) for request_id, sequences in requests.items()}
@@ -145,8 +145,13 @@ def _choose_sides(
     return made, left_over
 
 
-def _load(side: _Side, unit: _Unit, sides: int) -> tuple[int, int, int, int]:
-    """Return what a side would hold with a unit, and then how many of its pages would have to move, for comparisons."""
+def _load(side: _Side, unit: _Unit, sides: int) -> tuple[int, ...]:
+    """Return by what sides are compared that could take a unit.
+
+    That is what the side would then hold, and how many pages would have to move. Units without pages go by sequences.
+    """
+    if not unit.pages:
+        return side.sequences, len(side.pages), side.index
     moved = sum(page % sides != side.index for page in unit.pages)
     return side.pages_with(unit), side.sequences + unit.sequences, moved, side.index
 
