@@ -120,7 +120,9 @@ class Sequence:
     num_prompt: int = 0
     num_computed: int = 0
     num_inflight: int = 0
-    num_known_inflight: int = 0  # tokens in flight that the host knows already, because a grammar forces them
+    # Of these, the tokens that the host ignores: a grammar forces them, so that it knows them already, or they will be
+    # sampled again.
+    num_known_inflight: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)

@@ -100,8 +100,8 @@ class _Side:
 def partition(requests: Requests, pool: PagePool, sides: int, limits: SideLimits) -> Partition:
     """Return the side of each request, all of whose answers stay together, and the page moves.
 
-    Sides get about the same number of pages, and then of sequences. Requests that share pages go to one side together if
-    that leaves the sides balanced. Otherwise each side gets a copy of the shared pages.
+    Sides get about the same number of pages, and then of sequences. Requests that share pages go to one side together
+    if that leaves the sides balanced. Otherwise each side gets a copy of the shared pages.
     """
     all_requests = {request_id: list(sequences) for request_id, sequences in requests.items()}
     too_long = {

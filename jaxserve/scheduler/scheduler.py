@@ -231,7 +231,8 @@ class Scheduler:
     def hold(self, sequences: Iterable[Sequence], now: float) -> None:
         """Stop the sequences of a request that has outgrown the instance, and take back their pages.
 
-        Tokens may be in flight. The sequences wait, and are not admitted, until they are detached or end.
+        Tokens in flight are ignored, because they will be sampled again. The sequences wait, and are not admitted,
+        until they are detached or end.
         """
         for sequence in sequences:
             if sequence.status is SequenceStatus.RUNNING:
@@ -240,6 +241,7 @@ class Scheduler:
             else:
                 self._waiting.remove(sequence)
             self._begin_again(sequence)
+            sequence.num_known_inflight = sequence.num_inflight
             self._waiting.defer(sequence)
 
     # -- decode

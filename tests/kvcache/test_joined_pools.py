@@ -234,9 +234,7 @@ MANY_ACTIONS = (*ACTIONS, PagePoolMachine.allocate, Pools.join, Pools.part, Pool
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(MANY_ACTIONS), st.integers(0, 12), st.integers(0, 3)), min_size=40, max_size=100
-    )
+    st.lists(st.tuples(st.sampled_from(MANY_ACTIONS), st.integers(0, 12), st.integers(0, 3)), min_size=40, max_size=100)
 )
 def test_pages_keep_their_contents_for_random_histories_of_several_pools(history: list) -> None:
     pools = Pools()

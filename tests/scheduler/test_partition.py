@@ -79,7 +79,7 @@ def test_requests_without_pages_go_where_fewer_sequences_are() -> None:
     for _ in range(4):
         instance.add(0)
     result, _ = instance.split(2, ROOMY)
-    counts = Counter({side: 0 for side in range(2)})
+    counts = Counter(dict.fromkeys(range(2), 0))
     for name, side in result.sides.items():
         counts[side] += len(instance.requests[name])
     assert counts == {0: 4, 1: 4}
@@ -126,7 +126,9 @@ def test_requests_that_lie_on_one_side_already_do_not_move() -> None:
     assert [pool.used for pool in pools] == [5, 5]
 
 
-@pytest.mark.parametrize(("limits", "recompute"), [((11, 8), ("r4",)), ((7, 8), ("r4", "r3", "r2")), ((20, 2), ("r4",))])
+@pytest.mark.parametrize(
+    ("limits", "recompute"), [((11, 8), ("r4",)), ((7, 8), ("r4", "r3", "r2")), ((20, 2), ("r4",))]
+)
 def test_what_does_not_fit_is_computed_again_and_costs_least(limits: tuple[int, int], recompute: tuple) -> None:
     instance = Instance(40)
     for pages in (6, 5, 5, 4, 3):
