@@ -120,13 +120,17 @@ class Sequence:
     num_prompt: int = 0
     num_computed: int = 0
     num_inflight: int = 0
-    num_known_inflight: int = 0  # tokens in flight that the host knows already, because a grammar forces them
+    # Of these, the tokens that the host ignores: a grammar forces them, so that it knows them already, or they will be
+    # sampled again.
+    num_known_inflight: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
     num_registered: int = 0  # pages whose hashes are in the prefix cache
     private: bool = False  # never share the pages: they were computed under two plans
     slot: int = -1
+    limit: int = 0  # tokens, prompt included, that the instance may compute: `max_total`, or less
+    starts: int = 0  # number of times that the sequence was given a slot
     preemptions: int = 0
     text: str = ""
     held: int = 0  # characters at the end of `text` that may be the beginning of a stop string
@@ -148,6 +152,7 @@ class Sequence:
         self.tokens = list(request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.queued_at = request.arrival
+        self.limit = self.max_total
         self.order = (request.priority, request.arrival, request.id, self.index)
         follows = self.matcher is not None and not self.matcher.static
         self.sampled_late = follows or any(len(word) > 1 for word in self.bad_words)
@@ -169,6 +174,11 @@ class Sequence:
     def total(self) -> int:
         """Number of tokens, known to the host or in flight."""
         return len(self.tokens) + self.num_inflight - self.num_known_inflight
+
+    @property
+    def outgrown(self) -> bool:
+        """True if the next token is one more than the instance can hold, although it is not the last."""
+        return len(self.tokens) >= self.limit < self.max_total
 
     @property
     def decoding(self) -> bool:

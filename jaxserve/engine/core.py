@@ -60,12 +60,15 @@ class EngineCore:
         index: int = 0,
         loads: Loads | None = None,
         cost: InstanceCost | None = None,
+        capacity: int | None = None,
         trace: abc.Callable[[EndedRequest], None] | None = None,
     ):
         """`index`: the index of the instance. `salt`: the plan's name in the prefix cache.
 
         `plan_fields`: the fields of the snapshot that follow from the plan. `cost`: the step times under the plan, of
-        loads computed by `loads`; None if they are unknown. `trace` is called with each request that has ended.
+        loads computed by `loads`; None if they are unknown. `capacity`: the tokens, prompt included, that the instance
+        promises to hold of a sequence, by default those of the service. `trace` is called with each request that has
+        ended.
         """
         self.scheduler = scheduler
         self.info = info
@@ -74,12 +77,14 @@ class EngineCore:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.salt = salt
         self.index = index
+        self.capacity = info.max_model_len if capacity is None else capacity
         self._trace = trace
         self._counters = EngineCounters(scheduler, self.metrics, plan_fields, StepTimes(loads, cost))
         self.metrics.follow(lambda: self.snapshot)
         self._caching = scheduler.pages.caching
         self._seeds = np.random.default_rng(seed)
         self._requests: dict[str, RequestState] = {}
+        self._outgrown: list[RequestState] = []  # unfinished, or ended since then
 
     # -- requests
 
@@ -104,9 +109,12 @@ class EngineCore:
             seed=int(self._seeds.integers(2**63)) if seed is None else seed,
             salt=self._salt_of(request),
         )
-        self._requests[request.id] = RequestState(request, sequences)
+        state = self._requests[request.id] = RequestState(request, sequences)
         for sequence in sequences:
+            sequence.limit = min(sequence.max_total, self.capacity)
             self.scheduler.add(sequence)
+        if sequences[0].outgrown:
+            self._hold(state, request.arrival)
 
     def _check_id(self, request_id: str) -> None:
         if request_id in self._requests:
@@ -152,6 +160,77 @@ class EngineCore:
                 if sequence.status is not SequenceStatus.FINISHED:
                     self.scheduler.set_salt(sequence, self._salt_of(state.request))
         self._take_snapshot(self.snapshot.time)
+
+    # -- requests that change the instance
+
+    @property
+    def request_ids(self) -> abc.Collection[str]:
+        """The ids of the unfinished requests."""
+        return self._requests.keys()
+
+    @property
+    def unfinished(self) -> dict[str, list[Sequence]]:
+        """The unfinished sequences of each unfinished request."""
+        return {request_id: state.unfinished_sequences for request_id, state in self._requests.items()}
+
+    def detach(self, request_ids: abc.Iterable[str] | None = None, *, keep_pages: bool = True) -> list[RequestState]:
+        """Take requests out, by default all, with everything that the host knows of them, and return them.
+
+        Call it between two steps with no token in flight (`StepLoop.drain`). The KV pages stay referenced in this
+        core's pool, for a pool that is made of it; without `keep_pages` they are given back.
+        """
+        ids = list(self._requests) if request_ids is None else list(request_ids)
+        states = [self._requests.pop(request_id) for request_id in ids]
+        self._outgrown = [state for state in self._outgrown if state not in states]
+        for state in states:
+            self.scheduler.detach(state.unfinished_sequences, keep_pages=keep_pages)
+        self._take_snapshot(self.snapshot.time)
+        return states
+
+    def attach(self, states: abc.Iterable[RequestState], pages: abc.Callable[[int], int] | None, now: float) -> None:
+        """Take in requests that another core, or this one, has detached. They go on where they were.
+
+        `pages` returns the id in this core's pool, which has the references already, of each page that a request had.
+        None: all KV is computed again, as after a preemption, but not counted as one. Requests that are too long for
+        this instance are outgrown at once. The limits of the queue do not apply. Raise `ValueError`, without any
+        change, if a request's id is in use.
+        """
+        states = list(states)
+        for state in states:
+            if state.request.id in self._requests:
+                raise ValueError(f"request id {state.request.id!r} is already in flight")
+        sequences = [sequence for state in states for sequence in state.unfinished_sequences]
+        for sequence in sequences:
+            sequence.limit = min(sequence.max_total, self.capacity)
+        self.scheduler.attach(sequences, pages, now)
+        for state in states:
+            self._requests[state.request.id] = state
+            for sequence in state.unfinished_sequences:
+                self.scheduler.set_salt(sequence, self._salt_of(state.request))
+            if any(sequence.outgrown for sequence in state.unfinished_sequences):
+                self._hold(state, now)
+        self._take_snapshot(now)
+
+    def take_outgrown(self) -> list[RequestState]:
+        """Take out and return the requests that need more tokens than this instance holds, without their KV.
+
+        Call it after each step. A request whose other answers have tokens in flight comes after the next step.
+        """
+        if not self._outgrown:
+            return []
+        self._outgrown = [state for state in self._outgrown if self._requests.get(state.request.id) is state]
+        return self.detach(
+            state.request.id for state in self._outgrown if not any(s.num_inflight for s in state.sequences)
+        )
+
+    def close(self) -> None:
+        """Let the snapshot show the totals of an instance that has ended, and nothing else."""
+        self._counters.close()
+
+    def _hold(self, state: RequestState, now: float) -> None:
+        """Stop all sequences of a request that has outgrown the instance."""
+        self.scheduler.hold(state.unfinished_sequences, now)
+        self._outgrown.append(state)
 
     @property
     def idle(self) -> bool:
@@ -260,20 +339,30 @@ class EngineCore:
         if request.params.logprobs is not None:
             self._take_logprobs(step.output, sequence, token, row)
         if sequence.length_alone:
-            if len(sequence.tokens) >= sequence.max_total:
+            if len(sequence.tokens) >= sequence.limit:
                 sequence.finish_reason = FinishReason.LENGTH
         else:
             check_end(sequence, token)
             if sequence.matcher is not None and sequence.finish_reason is None:
                 step.generated += self._take_forced_tokens(sequence, sequence.matcher)
         if sequence.finish_reason is not None:
-            flush_text(sequence)
-            self.scheduler.finish(sequence)
+            self._finish(sequence, now)
         elif self._caching:
             self.scheduler.register_full_pages(sequence)
         step.generated += 1
         if request.stream or sequence.finish_reason is not None:
             step.changed.setdefault(request.id, []).append(sequence)
+
+    def _finish(self, sequence: Sequence, now: float) -> None:
+        """End a sequence, or let its request leave if only this instance's capacity ends it."""
+        if sequence.finish_reason is FinishReason.LENGTH and sequence.outgrown:
+            sequence.finish_reason = None
+            state = self._requests[sequence.request.id]
+            if state not in self._outgrown:
+                self._hold(state, now)
+        else:
+            flush_text(sequence)
+            self.scheduler.finish(sequence)
 
     def _take_forced_tokens(self, sequence: Sequence, matcher: Matcher) -> int:
         """Append the tokens that the grammar forces, which are computed together, and return their number.

@@ -36,16 +36,25 @@ class EngineCounters:
     def take(self, now: float) -> None:
         """Take the state at time `now` for `snapshot`."""
         scheduler, since = self._scheduler, self._scheduler.waiting_since
-        latest = {
+        gauges = {
             "time": now,
-            "steps": self.steps,
             "num_running": len(scheduler.running),
             "num_waiting": scheduler.num_waiting,
             "num_deferred": scheduler.num_deferred,
             "waiting_tokens": scheduler.waiting_tokens,
             "kv_pages_used": scheduler.pages.used,
             "oldest_wait": 0.0 if since is None else now - since,
-            "preemptions": scheduler.num_preemptions,
+        }
+        self._latest = (self.plan_fields, gauges | self._totals())
+
+    def close(self) -> None:
+        """Let `snapshot` show the totals alone, because the instance has ended."""
+        self._latest = (Snapshot(time=self.snapshot.time), self._totals())
+
+    def _totals(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "preemptions": self._scheduler.num_preemptions,
             "generated_tokens": self._generated,
             "prefill_tokens": self._prefilled,
             "finished": self._finished,
@@ -55,7 +64,6 @@ class EngineCounters:
             "busy_seconds": self.times.busy,
             "expected_seconds": self.times.expected,
         }
-        self._latest = (self.plan_fields, latest)
 
     def prompt_done(self, sequence: Sequence) -> None:
         """Count the prompt of a request, whose first sequence this must be, when it has been computed."""

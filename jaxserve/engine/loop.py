@@ -68,6 +68,11 @@ class StepLoop:
             self._pending.pending.sample()
         return outputs
 
+    def drain(self) -> list[RequestOutput]:
+        """End the step on the device without dispatching another one, and return its outputs."""
+        before, self._pending = self._pending, None
+        return self._collect(before)
+
     @property
     def idle(self) -> bool:
         """True if no request is queued or running and no step is on the device."""

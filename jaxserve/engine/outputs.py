@@ -14,6 +14,7 @@ from jaxserve.core.request import (
     RequestMetrics,
     RequestOutput,
     Sequence,
+    SequenceStatus,
     TokenLogprobs,
 )
 from jaxserve.engine.tokenizer import Tokenizer
@@ -36,6 +37,11 @@ class RequestState:
         self.returned_tokens = [0] * len(self.sequences)
         self.returned_characters = [0] * len(self.sequences)
         self.unfinished = len(self.sequences)
+
+    @property
+    def unfinished_sequences(self) -> list[Sequence]:
+        """The sequences that have not ended."""
+        return [sequence for sequence in self.sequences if sequence.status is not SequenceStatus.FINISHED]
 
     def take(self, changed: Iterable[Sequence]) -> RequestOutput:
         """Return the new parts of the changed sequences, and mark them as returned."""

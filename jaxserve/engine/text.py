@@ -87,7 +87,7 @@ def flush_text(sequence: Sequence) -> None:
 
 
 def check_end(sequence: Sequence, token: int) -> None:
-    """Add the text of a sequence's newest token, and set `finish_reason` if the sequence ends with it."""
+    """Add the text of a sequence's newest token, and set `finish_reason` if it is the last one within the limits."""
     params = sequence.request.params
     may_stop = len(sequence.tokens) - sequence.num_prompt > params.min_tokens
     if may_stop and token in sequence.stop_ids:
@@ -104,5 +104,5 @@ def check_end(sequence: Sequence, token: int) -> None:
             return
     if sequence.matcher is not None and sequence.matcher.ended:
         sequence.finish_reason = FinishReason.STOP  # nothing may follow
-    elif len(sequence.tokens) >= sequence.max_total:
+    elif len(sequence.tokens) >= sequence.limit:
         sequence.finish_reason = FinishReason.LENGTH

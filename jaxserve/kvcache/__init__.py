@@ -1,6 +1,18 @@
 """Host bookkeeping of the paged KV cache: pages with reference counts, prefix cache, page tables. Imports no JAX."""
 
-from jaxserve.kvcache.pages import NULL_PAGE, PagePool, PagesInUse, chain_hash, page_hashes
+from jaxserve.kvcache.hashes import chain_hash, page_hashes
+from jaxserve.kvcache.pages import NULL_PAGE, PagePool, PagesInUse
+from jaxserve.kvcache.sides import PageMove, Round, moves_to_sides
 from jaxserve.kvcache.table import PageTable
 
-__all__ = ["NULL_PAGE", "PagePool", "PageTable", "PagesInUse", "chain_hash", "page_hashes"]
+__all__ = [
+    "NULL_PAGE",
+    "PageMove",
+    "PagePool",
+    "PageTable",
+    "PagesInUse",
+    "Round",
+    "chain_hash",
+    "moves_to_sides",
+    "page_hashes",
+]

@@ -1,11 +1,9 @@
 """Bookkeeping of KV pages, which are free, shared or cached. A page id is valid in the pools of all layers."""
 
-import hashlib
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 
 NULL_PAGE = 0  # padding rows write to it, and it is never handed out
 
@@ -147,9 +145,7 @@ class PagePool:
             raise ValueError(f"{self.num_pages} pages cannot shrink by {count}: at least {self.min_pages} must remain")
         if count > self.available:
             raise PagesInUse(f"{self.num_pages} pages cannot shrink by {count}: only {self.available} are not in use")
-        self._free.extend(range(self._fresh, self.num_pages))  # still a heap: these ids are the largest
-        self._references.extend([0] * (self.num_pages - self._fresh))
-        self._fresh = self.num_pages
+        self._list_fresh()
         while len(self._free) < count:
             heapq.heappush(self._free, self._evict())
         tail = set(range(size, self.num_pages))
@@ -161,6 +157,92 @@ class PagePool:
         del self._references[size:]
         self.num_pages = self._fresh = size
         return moves
+
+    def relocate(self, moves: Iterable[tuple[int, int, int]]) -> None:
+        """Move references from live pages to unused ones: (source, target, number of references) each.
+
+        The caller has copied the contents. A target that was cached loses its hash. The hash of a source stays as long
+        as references stay, and goes along with the last one. The source is then free.
+        """
+        moves = list(moves)
+        self._list_fresh()
+        free = set(self._free).difference(target for _, target, _ in moves)
+        for source, target, count in moves:
+            assert 0 < count <= self._references[source], (source, count)
+            assert self._references[target] == 0, f"page {target} is in use"
+            if target in self._cached:
+                del self._cached[target], self._page_of[self._hash_of.pop(target)]
+            self._references[source] -= count
+            self._references[target] = count
+            if self._references[source] == 0:
+                free.add(source)
+                if source in self._hash_of:
+                    digest = self._hash_of[target] = self._hash_of.pop(source)
+                    self._page_of[digest] = target
+        self._free = sorted(free)
+
+    @property
+    def unused(self) -> list[int]:
+        """The pages that no sequence holds, in the order in which `allocate` takes them."""
+        return [*sorted(self._free), *range(self._fresh, self.num_pages), *self._cached]
+
+    # -- pools that become one, and one that becomes several
+
+    @classmethod
+    def joined(cls, pools: Sequence["PagePool"], *, min_pages: int, max_pages: int) -> "PagePool":
+        """Return one pool with the pages of n pools of the same size, which stay as they are.
+
+        Page p of `pools[i]` is page n * p + i, with its references and hash. Of pages with the same hash one keeps it:
+        one in use, or else the one to be evicted last. The order of eviction takes a page of each pool in turn. The
+        null pages of all pools but the first are free.
+        """
+        n, first = len(pools), pools[0]
+        assert all((pool.num_pages, pool.caching) == (first.num_pages, first.caching) for pool in pools)
+        whole = cls(n * first.num_pages, caching=first.caching, min_pages=min_pages, max_pages=max_pages)
+        whole._fresh = max(n * (pool._fresh - 1) + i + 1 for i, pool in enumerate(pools))
+        whole._references = [0] * whole._fresh
+        hash_of: dict[int, bytes] = {}
+        for i, pool in enumerate(pools):
+            whole._references[i : n * pool._fresh : n] = pool._references
+            hash_of.update((n * page + i, digest) for page, digest in pool._hash_of.items())
+        turns = zip_longest(*(pool._cached for pool in pools))
+        cached = [n * page + i for turn in turns for i, page in enumerate(turn) if page is not None]
+        live = [page for page in hash_of if whole._references[page]]
+        for page in (*live, *reversed(cached)):
+            whole.register(page, hash_of[page])  # unless a page before it has the same hash
+        whole._set_unused(cached)
+        return whole
+
+    def parted(self, n: int, *, min_pages: int, max_pages: int) -> tuple["PagePool", ...]:
+        """Return n pools of the same size with the pages of this one, which stays as it is. The reverse of `joined`.
+
+        Page q is page q // n of pool q % n. Pages 1 to n - 1 become null pages, so that no sequence may hold them.
+        """
+        assert self.num_pages % n == 0, (self.num_pages, n)
+        assert not any(self.references(page) for page in range(n)), "a null page cannot be in use"
+        parts = []
+        for side in range(n):
+            part = PagePool(self.num_pages // n, caching=self.caching, min_pages=min_pages, max_pages=max_pages)
+            part._references = self._references[side::n] or [0]
+            part._fresh = len(part._references)
+            for page, digest in self._hash_of.items():
+                if page % n == side and page >= n:
+                    part.register(page // n, digest)
+            part._set_unused([page // n for page in self._cached if page % n == side])
+            parts.append(part)
+        return tuple(parts)
+
+    def _set_unused(self, cached: Iterable[int]) -> None:
+        """Set which pages are cached and free: those without references, cached if they have a hash."""
+        self._cached = OrderedDict((page, None) for page in cached if page in self._hash_of)
+        handed_out = range(NULL_PAGE + 1, self._fresh)
+        self._free = [page for page in handed_out if not self._references[page] and page not in self._cached]
+
+    def _list_fresh(self) -> None:
+        """List the pages that were never handed out with the other free ones."""
+        self._free.extend(range(self._fresh, self.num_pages))  # still a heap: these ids are the largest
+        self._references.extend([0] * (self.num_pages - self._fresh))
+        self._fresh = self.num_pages
 
     def _rename(self, moves: dict[int, int]) -> None:
         for old, new in moves.items():
@@ -174,21 +256,3 @@ class PagePool:
         page, _ = self._cached.popitem(last=False)
         del self._page_of[self._hash_of.pop(page)]
         return page
-
-
-_DIGEST_BYTES = 16  # so that a collision is likely only among about 2**64 pages
-
-
-def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the hash of a page with `tokens`, given the hash `parent` of the page before it (or of the salt)."""
-    return hashlib.blake2b(parent + np.asarray(tokens, np.int32).tobytes(), digest_size=_DIGEST_BYTES).digest()
-
-
-def page_hashes(tokens: Sequence[int], page_size: int, salt: str, known: Sequence[bytes] = ()) -> list[bytes]:
-    """Return the hashes of all full pages of `tokens`. `known`: the hashes of the first pages, which are reused."""
-    hashes = list(known)
-    parent = hashes[-1] if hashes else chain_hash(salt.encode(), ())
-    for start in range(len(hashes) * page_size, len(tokens) - page_size + 1, page_size):
-        parent = chain_hash(parent, tokens[start : start + page_size])
-        hashes.append(parent)
-    return hashes

@@ -57,7 +57,7 @@ class DeviceSampler:
         self._history = jax.device_put(sampler.empty_history(slots, vocab), sharding)
         self._rows = np.tile(sampler.idle_row(slots, vocab), (slots + 1, 1))  # by slot; the last one stays idle
         self._unbiased_rows: dict[int, tuple[Array, Array]] = {}
-        # The sequence whose parameters a slot has, and its preemptions when they were set.
+        # The sequence whose parameters a slot has, and how often it had been given a slot when they were set.
         self._owners: list[tuple[Sequence, int] | None] = [None] * slots
         self._random_slots: set[int] = set()  # the others are greedy
         self._slots_to_adjust: set[int] = set()  # their rows may need the adjusted or the full executable
@@ -156,8 +156,8 @@ class DeviceSampler:
         """Store the parameters and the history of sequences that have entered the batch or returned to it."""
         for sequence in sequences:
             owner = self._owners[sequence.slot]
-            if owner is None or owner[0] is not sequence or owner[1] != sequence.preemptions:
-                self._owners[sequence.slot] = (sequence, sequence.preemptions)
+            if owner is None or owner[0] is not sequence or owner[1] != sequence.starts:
+                self._owners[sequence.slot] = (sequence, sequence.starts)
                 self._rows[sequence.slot] = sampler.pack_row(sequence, self.vocab)
                 _set_membership(self._random_slots, sequence.slot, not sequence.params.greedy)
                 _set_membership(self._slots_to_adjust, sequence.slot, sampler.may_need_adjusting(sequence))

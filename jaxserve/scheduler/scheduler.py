@@ -5,10 +5,8 @@ chunks, which are padded to tiles of `tile` tokens. When pages run out, the newe
 all its pages back and is computed again later (preemption by recomputation).
 """
 
-import heapq
 from bisect import insort
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 
@@ -16,6 +14,7 @@ from jaxserve.core.numeric import ceil_div
 from jaxserve.core.request import Sequence, SequenceStatus
 from jaxserve.core.work import Chunk, Work
 from jaxserve.kvcache import PagePool, PageTable, page_hashes
+from jaxserve.scheduler.waiting import WaitingQueue
 
 _order = attrgetter("order")
 
@@ -39,12 +38,7 @@ class Scheduler:
         self.table = table
         self.max_running = limits.max_num_seqs  # sequences
         self.running: list[Sequence] = []  # by priority, then by arrival
-        # A heap by priority, then by arrival. Finished sequences stay in it until they reach its top.
-        self._waiting: list[tuple[tuple, Sequence]] = []
-        # The waiting sequences of the heap, in the order in which they were queued.
-        self._queued: OrderedDict[Sequence, None] = OrderedDict()
-        self.num_waiting = 0
-        self.waiting_tokens = 0  # prompt tokens of waiting sequences
+        self._waiting = WaitingQueue()
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # tokens found in the prefix cache
@@ -53,11 +47,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. The siblings of a request with n > 1 wait for the first one."""
-        if sequence.parent is None:
-            self._push(sequence)
-        else:
+        if sequence.parent is not None:
             sequence.parent.children.append(sequence)
-            self._count_waiting(sequence, +1)
+        self._enqueue(sequence)
 
     def schedule(self, step: int, now: float) -> Work:
         """Return the work of the next step, and update the sequences as if the step had been dispatched."""
@@ -74,13 +66,14 @@ class Scheduler:
         their length alone, and that the pool keeps its size. Call it right after a `schedule` without prefill chunks:
         any waiting sequence then waits for pages, which become free only when a running sequence ends.
         """
-        if not self.running or (self._waiting and self._waiting[0][1].num_inflight):
+        first = self._waiting.first
+        if not self.running or (first is not None and first.num_inflight):
             return 0
         limit = self.pages.available // len(self.running) * self.limits.page_size  # tokens per sequence
         for sequence in self.running:
             if not sequence.decoding or sequence.sampled_late:
                 return 0
-            limit = min(limit, sequence.max_total - sequence.total)
+            limit = min(limit, sequence.limit - sequence.total)
         return limit
 
     def repeat(self, count: int) -> None:
@@ -107,23 +100,21 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """End a waiting or running sequence and give its pages back."""
         if sequence.status is SequenceStatus.RUNNING:
-            self.running.remove(sequence)
+            self._stop(sequence)
             self._release(sequence)
         elif sequence.status is SequenceStatus.WAITING:
-            self._queued.pop(sequence, None)  # a sequence that waits for a sibling is not in it
-            self._count_waiting(sequence, -1)
-            self.pages.release(sequence.pages)  # shared with a sibling
-            sequence.pages = []
+            self._waiting.remove(sequence)
+            self._release(sequence)  # pages shared with a sibling
         sequence.status = SequenceStatus.FINISHED
         orphans, sequence.children = sequence.children, []
         if orphans:  # it ended before its prompt was computed, so the next sibling takes its place
             heir, *others = orphans
-            self._count_waiting(heir, -1)
             heir.parent, heir.children = None, others
             for other in others:
                 other.parent = heir
             if heir.status is SequenceStatus.WAITING:
-                self._push(heir)
+                self._waiting.remove(heir)
+                self._waiting.push(heir)
 
     def set_salt(self, sequence: Sequence, salt: str) -> None:
         """Set the salt of the pages that a sequence computes from now on, because the plan has changed.
@@ -152,7 +143,7 @@ class Scheduler:
         are then unchanged.
         """
         moves = self.pages.shrink(count, move)
-        for sequence in (*self.running, *(waiting for _, waiting in self._waiting)):
+        for sequence in (*self.running, *self._waiting):
             sequence.pages = [moves.get(page, page) for page in sequence.pages]
         self.table.replace_pages(moves)
 
@@ -177,14 +168,81 @@ class Scheduler:
         return not self.running and self.num_waiting == 0
 
     @property
+    def num_waiting(self) -> int:
+        """Number of waiting sequences."""
+        return self._waiting.size
+
+    @property
     def num_deferred(self) -> int:
-        """Number of waiting sequences that wait for the prompt of a sibling, and not for slots or pages."""
-        return self.num_waiting - len(self._queued)
+        """Number of waiting sequences that wait for the prompt of a sibling or a larger instance.
+
+        These wait neither for slots nor for pages.
+        """
+        return self._waiting.num_deferred
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Number of prompt tokens of the waiting sequences."""
+        return self._waiting.prompt_tokens
 
     @property
     def waiting_since(self) -> float | None:
         """The time at which the first waiting sequence was queued (its arrival or preemption), None if none waits."""
-        return next((sequence.queued_at for sequence in self._queued), None)
+        return self._waiting.since
+
+    # -- sequences that change the scheduler
+
+    def detach(self, sequences: Iterable[Sequence], *, keep_pages: bool = True) -> None:
+        """Take unfinished sequences out between two steps, with no token in flight. Siblings go together.
+
+        A running one keeps its status, its pages, which stay referenced in the pool, and what has been computed.
+        Without `keep_pages` the pages are given back, so that `attach` lets it begin again.
+        """
+        for sequence in sequences:
+            assert not sequence.num_inflight, f"sequence {sequence.id} has a token in flight"
+            if sequence.status is SequenceStatus.RUNNING:
+                self._stop(sequence)
+            else:
+                self._waiting.remove(sequence)
+            if not keep_pages:
+                self._release(sequence)
+
+    def attach(self, sequences: Iterable[Sequence], pages: Callable[[int], int] | None, now: float) -> None:
+        """Take sequences in that `detach` has taken out of any scheduler.
+
+        `pages` returns the id that a page has in this scheduler's pool, which has the references of the sequences.
+        None: the sequences have no page here and begin again. So does a running sequence that finds no free slot; slots
+        are given by priority, then by arrival. To begin again does not count as a preemption.
+        """
+        for sequence in sorted(sequences, key=_order):
+            ran = sequence.status is SequenceStatus.RUNNING
+            sequence.pages = [] if pages is None else [pages(page) for page in sequence.pages]
+            if ran and sequence.pages and self.table.free_slots and not sequence.outgrown:
+                self._run(sequence)
+                sequence.num_registered = 0  # the prefix cache may be another one
+                self.register_full_pages(sequence)
+            else:
+                if ran:
+                    self._begin_again(sequence)
+                    sequence.queued_at = now
+                self._enqueue(sequence)
+        self._waiting.sort_by_age()
+
+    def hold(self, sequences: Iterable[Sequence], now: float) -> None:
+        """Stop the sequences of a request that has outgrown the instance, and take back their pages.
+
+        Tokens in flight are ignored, because they will be sampled again. The sequences wait, and are not admitted,
+        until they are detached or end.
+        """
+        for sequence in sequences:
+            if sequence.status is SequenceStatus.RUNNING:
+                self._stop(sequence)
+                sequence.queued_at = now
+            else:
+                self._waiting.remove(sequence)
+            self._begin_again(sequence)
+            sequence.num_known_inflight = sequence.num_inflight
+            self._waiting.defer(sequence)
 
     # -- decode
 
@@ -194,7 +252,7 @@ class Scheduler:
             computed, total = sequence.num_computed, sequence.total
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted a moment ago
-            if computed != total - 1 or not sequence.num_prompt < total < sequence.max_total:
+            if computed != total - 1 or not sequence.num_prompt < total < sequence.limit:
                 # Still in prefill, or its last token is in flight. A grammar may have forced several tokens at once.
                 if sequence.matcher is not None:
                     self._make_room(sequence, len(sequence.tokens), now)
@@ -227,15 +285,12 @@ class Scheduler:
             sequence.pages += new
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
-        self.running.remove(sequence)
-        self._release(sequence)
-        sequence.status = SequenceStatus.WAITING
-        sequence.num_computed = 0
-        sequence.private = False
+        self._stop(sequence)
+        self._begin_again(sequence)
         sequence.preemptions += 1
         sequence.queued_at = now
         self.num_preemptions += 1
-        self._push(sequence)
+        self._waiting.push(sequence)
 
     # -- prefill
 
@@ -248,21 +303,14 @@ class Scheduler:
         return tiles
 
     def _admit(self, chunks: list[Chunk], tiles: int) -> None:
-        while tiles > 0 and self._waiting and len(self.running) < self.max_running:
-            sequence = self._waiting[0][1]
-            if sequence.status is not SequenceStatus.WAITING:
-                heapq.heappop(self._waiting)
-                continue
-            if sequence.num_inflight:
-                return  # it was preempted, and its last token is still in flight
+        while tiles > 0 and len(self.running) < self.max_running:
+            sequence = self._waiting.first
+            if sequence is None or sequence.num_inflight:
+                return  # a preempted one whose last token is still in flight comes first
             if not self._take_pages(sequence) and not self._take_back_shared_pages(sequence):
                 return
-            heapq.heappop(self._waiting)
-            del self._queued[sequence]
-            self._count_waiting(sequence, -1)
-            sequence.slot = self.table.take_slot(sequence.pages)
-            sequence.status = SequenceStatus.RUNNING
-            insort(self.running, sequence, key=_order)
+            self._waiting.remove(sequence)
+            self._run(sequence)
             tiles -= self._add_chunk(chunks, sequence, tiles)
 
     def _take_pages(self, sequence: Sequence) -> bool:
@@ -281,7 +329,7 @@ class Scheduler:
         sequence.pages += shared + self.pages.allocate(max(missing, 0))
         sequence.num_computed = held * size
         sequence.num_registered = held
-        if sequence.preemptions == 0:
+        if sequence.starts == 0:
             self.prefix_queries += sequence.num_prompt
             self.prefix_hits += held * size
             sequence.num_cached = held * size
@@ -294,10 +342,9 @@ class Scheduler:
         """
         if self.running:
             return False
-        for _, sibling in self._waiting:
-            if sibling is not sequence and sibling.pages:
-                self.pages.release(sibling.pages)
-                sibling.pages = []
+        for sibling in self._waiting:
+            if sibling is not sequence:
+                self._release(sibling)
         return self._take_pages(sequence)
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
@@ -331,21 +378,38 @@ class Scheduler:
                 continue
             child.pages = sequence.pages[:full]
             self.pages.retain(child.pages)
-            self._count_waiting(child, -1)
-            self._push(child)
+            self._waiting.remove(child)
+            self._waiting.push(child)
 
     # -- bookkeeping
 
-    def _push(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, (sequence.order, sequence))
-        self._queued[sequence] = None
-        self._count_waiting(sequence, +1)
+    def _enqueue(self, sequence: Sequence) -> None:
+        """Let a sequence wait: for its turn, or for the prompt of a sibling."""
+        if sequence.parent is None:
+            self._waiting.push(sequence)
+        else:
+            self._waiting.defer(sequence)
 
-    def _count_waiting(self, sequence: Sequence, sign: int) -> None:
-        self.num_waiting += sign
-        self.waiting_tokens += sign * sequence.num_prompt
+    def _run(self, sequence: Sequence) -> None:
+        """Give a sequence a slot for its pages, and let it run from the next step on."""
+        sequence.slot = self.table.take_slot(sequence.pages)
+        sequence.status = SequenceStatus.RUNNING
+        sequence.starts += 1
+        insort(self.running, sequence, key=_order)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Take the slot of a running sequence back."""
+        self.running.remove(sequence)
+        self.table.give_slot(sequence.slot)
+        sequence.slot = -1
+
+    def _begin_again(self, sequence: Sequence) -> None:
+        """Let a sequence wait without pages, so that all of its tokens are computed once more."""
+        self._release(sequence)
+        sequence.status = SequenceStatus.WAITING
+        sequence.num_computed = 0
+        sequence.private = False
 
     def _release(self, sequence: Sequence) -> None:
-        self.table.give_slot(sequence.slot)
         self.pages.release(sequence.pages)
-        sequence.slot, sequence.pages, sequence.num_registered = -1, [], 0
+        sequence.pages, sequence.num_registered = [], 0
