@@ -106,11 +106,6 @@ class InstancePlan:
         """All devices of the stages."""
         return frozenset(device for stage in self.stages for device in stage.devices)
 
-    @property
-    def tp(self) -> int:
-        """The largest degree of tensor parallelism of a stage."""
-        return max(stage.tp for stage in self.stages)
-
     def same_place(self, other: "InstancePlan") -> bool:
         """Return whether both plans have the same blocks on the same devices, in whatever precisions."""
         return self._place == other._place

@@ -8,7 +8,7 @@ end go on with all their requests.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,33 +19,16 @@ from jaxserve.control.movement import movement
 from jaxserve.control.plan import InstancePlan, PlanInForce
 from jaxserve.control.reconfigure import SWAP_BUFFER, PlanFacts, Report
 from jaxserve.control.regroup import Kind, Regroup, kind_of
+from jaxserve.control.request_moves import GroupedInstance, RequestMoves
 from jaxserve.control.resources import Resources
-from jaxserve.control.transitions import Outcome, PlannedCore, Rendezvous, Waits
+from jaxserve.control.transitions import Outcome, Rendezvous, Waits
 from jaxserve.core.errors import JaxserveError
 from jaxserve.kvcache import PagePool
+from jaxserve.scheduler.partition import SideLimits, partition
 
 log = logging.getLogger(__name__)
 
 OWNER = "regroup"  # of the ledgers' entries of what is taken while instances are regrouped
-
-
-class MovableCore(PlannedCore, Protocol):
-    """What a regroup needs of an engine core."""
-
-    def detach(self, request_ids: Collection[str] | None = None) -> list[Any]:
-        """Take requests out, by default all, with everything that is known of them."""
-        ...
-
-    def attach(self, states: Sequence[Any], pages: Callable[[int], int] | None, now: float) -> None:
-        """Go on with requests of another core, whose pages have other ids here; None: they are computed again."""
-        ...
-
-
-class GroupedInstance(Protocol):
-    """An instance as a regroup sees it."""
-
-    @property
-    def core(self) -> MovableCore: ...
 
 
 class InstanceHost(Protocol):
@@ -70,9 +53,7 @@ class InstanceHost(Protocol):
         """Return a new instance, without requests, on what was staged for it."""
         ...
 
-    def merge(
-        self, members: Sequence[Any], plan: InstancePlan, pages: PagePool, undo: ExitStack
-    ) -> GroupedInstance:
+    def merge(self, members: Sequence[Any], plan: InstancePlan, pages: PagePool, undo: ExitStack) -> GroupedInstance:
         """Return an instance on the devices of its members, with their weights and KV, without requests.
 
         Page p of member i of n is page n p + i of the new one, whose pages are `pages`.
@@ -93,8 +74,11 @@ class InstanceHost(Protocol):
         """Copy pages of an instance to pages of another one (source: target)."""
         ...
 
-    def replace(self, before: Collection[str], after: Mapping[str, Any]) -> None:
-        """Let instances step and take requests in the place of others, or raise and change nothing."""
+    def replace(self, before: Collection[str], after: Mapping[str, Any], homeless: Sequence[Any]) -> None:
+        """Let instances step and take requests in the place of others, or raise and change nothing.
+
+        The `homeless` requests, which no instance can hold, wait for another plan.
+        """
         ...
 
     def release(self, ended: Sequence[Any]) -> Waits[None]:
@@ -180,18 +164,23 @@ class Regrouping:
         The instances that have ended are added to `ended`.
         """
         ending = [self.host.instance(plan.name) for plan in before]
+        homeless: list[Any] = []
         with ExitStack() as undo:
+            moves = RequestMoves(undo, self.now())
             if kind is Kind.MERGE:
-                made = [self._merge(ending, regroup.after[0], undo)]
+                made = [self._merge(ending, regroup.after[0], moves, undo)]
             elif kind is Kind.SPLIT:
-                made = self._split(ending[0], regroup.after, undo)
+                made, homeless = self._split(ending[0], regroup.after, moves, undo)
             else:
                 made = [self.host.open(plan, staged[plan.name]) for plan in regroup.after]
-                self._move_requests(ending, [*made, *map(self.host.instance, others)], undo)
+                targets = [*made, *map(self.host.instance, others)]
+                for source in ending:
+                    homeless += self._copy(source, before, targets, moves)
             expected = self.in_force.version + 1
             for plan, instance in zip(regroup.after, made, strict=True):
                 instance.core.replan(*self.facts.of(plan, expected))
-            self.host.replace(regroup.before, dict(zip([p.name for p in regroup.after], made, strict=True)))
+            named = dict(zip([plan.name for plan in regroup.after], made, strict=True))
+            self.host.replace(regroup.before, named, homeless)
             undo.pop_all()
         ended += ending
         version = self.in_force.regroup(regroup.before, regroup.after)
@@ -199,34 +188,69 @@ class Regrouping:
             for plan, instance in zip(regroup.after, made, strict=True):
                 instance.core.replan(*self.facts.of(plan, version))
 
-    def _merge(self, members: Sequence[GroupedInstance], plan: InstancePlan, undo: ExitStack) -> GroupedInstance:
-        count = len(members)
-        taken = [_detach(member, self.now, undo) for member in members]
-        limits = self.resources.of_degree(plan.tp)
+    def _merge(
+        self, members: Sequence[GroupedInstance], plan: InstancePlan, moves: RequestMoves, undo: ExitStack
+    ) -> GroupedInstance:
+        count, limits = len(members), self.resources.limits_of(plan.tp)
+        taken = [moves.take(member.core) for member in members]
         pages = PagePool.joined(
             [member.core.scheduler.pages for member in members], min_pages=limits.min_pages, max_pages=limits.max_pages
         )
         whole = self.host.merge(members, plan, pages, undo)
         for index, states in enumerate(taken):
-            undo.callback(_rename, states, lambda page: page // count)
-            whole.core.attach(states, lambda page, index=index: count * page + index, self.now())
+            moves.give(whole.core, states, partial(_joined, count, index), partial(_parted, count))
         return whole
 
+    def _split(
+        self, whole: GroupedInstance, plans: Sequence[InstancePlan], moves: RequestMoves, undo: ExitStack
+    ) -> tuple[list[GroupedInstance], list[Any]]:
+        """Return the parts of an instance, and the requests that none of them can hold."""
+        count, limits = len(plans), self.resources.limits_of(plans[0].tp)
+        core, pool = whole.core, whole.core.scheduler.pages
+        requests = dict(core.unfinished)
+        held = SideLimits(plans[0].kv_pages, limits.shapes.max_num_seqs, limits.max_len)
+        sides = partition(requests, pool, count, held)
+        homeless = moves.take(core, sides.too_long, keep_pages=False)
+        without_pages = moves.take(core, sides.recompute, keep_pages=False)
+        states = moves.take(core)
+        sides.carry_out(pool, requests, lambda pages: self.host.move_pages(whole, pages))
+        pools = pool.parted(count, min_pages=limits.min_pages, max_pages=limits.max_pages)
+        parts = list(self.host.split(whole, plans, pools, undo))
+        for index, part in enumerate(parts):
+            own = [state for state in states if sides.sides[state.request.id] == index]
+            moves.give(part.core, own, partial(_parted, count), partial(_joined, count, index))
+            again = [state for state in without_pages if sides.sides[state.request.id] == index]
+            moves.give(part.core, again, None)
+        return parts, homeless
 
-def _detach(instance: GroupedInstance, now: Callable[[], float], undo: ExitStack) -> list[Any]:
-    """Take all requests out of an instance; to undo that, they are given back with the pages that they have then."""
-    states = instance.core.detach()
-    undo.callback(lambda: instance.core.attach(states, lambda page: page, now()))
-    return states
+    def _copy(
+        self,
+        source: GroupedInstance,
+        before: Sequence[InstancePlan],
+        targets: Sequence[GroupedInstance],
+        moves: RequestMoves,
+    ) -> list[Any]:
+        """Move the requests of an instance to others, and return those that none of them can hold."""
+        page = max((self.resources.page_bytes(stage) for plan in before for stage in plan.stages), default=0)
+        return moves.copy(
+            source,
+            targets,
+            lambda target, pages: self.host.copy_pages(source, target, pages),
+            lambda pages: pages * page / self.resources.link_rate,
+        )
 
 
-def _rename(states: Sequence[Any], pages: Callable[[int], int]) -> None:
-    for state in states:
-        for sequence in state.sequences:
-            sequence.pages = [pages(page) for page in sequence.pages]
+def _joined(count: int, index: int, page: int) -> int:
+    """Return the id in a joined pool of a page of one of its parts."""
+    return count * page + index
 
 
-def _totals(entries: Any) -> Counter[int]:
+def _parted(count: int, page: int) -> int:
+    """Return the id in its part of a page of a joined pool."""
+    return page // count
+
+
+def _totals(entries: Iterable[DeviceEntries]) -> Counter[int]:
     totals: Counter[int] = Counter()
     for by_device in entries:
         for device, sizes in by_device.items():

@@ -35,6 +35,8 @@ class Resources:
     min_pages: int  # smallest number of KV pages, the null page included, as in all numbers of pages here
     max_pages: int  # largest number of KV pages that the pools have room for
     copy_rate: float  # bytes/s of copies from host memory while steps go on
+    link_rate: float = 1e9  # bytes/s of each device's copies to others and from them, while no step runs on it
+    memory_rate: float = 1e10  # bytes/s of copies within a device
     runtime: int = 0  # bytes of each device that the process takes besides arrays
     segments: tuple[int, ...] = ()  # pages of each segment that pools grow by; () if they grow page by page
     granule: int = 0  # bytes that a pool which grows page by page may take beyond its pages
@@ -65,6 +67,11 @@ class Resources:
             degrees = ", ".join(str(limits.tp) for limits in self.degrees)
             raise PlanError(f"an instance has {tp} devices: it must have one of {degrees} (tp, max_tp)")
         return found
+
+    @property
+    def max_tp(self) -> int:
+        """The largest degree of tensor parallelism that an instance may have; 0 if instances are never merged."""
+        return max((limits.tp for limits in self.degrees), default=0)
 
     # -- one layer
 

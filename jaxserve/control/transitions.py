@@ -377,9 +377,9 @@ def _mb(size: int) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a transition. One that failed has changed nothing."""
+    """Outcome of a transition or a regroup. One that failed has changed nothing."""
 
-    transition: Transition
+    transition: Any  # `Transition`, or `Regroup`
     error: str | None  # why it failed; None if it is in force
     seconds: float  # duration of its whole batch
 

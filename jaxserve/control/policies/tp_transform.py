@@ -86,7 +86,7 @@ class TransformPolicy:
         needed: dict[str, float] = {}
         for instance in plan.instances:
             if instance.tp > smallest:
-                is_long = _seen(view, instance).longest > self._resources.max_len(instance.tp // 2)
+                is_long = _seen(view, instance).longest > self._max_len(instance.tp // 2)
                 needed[instance.name] = view.time if is_long else state.needed.get(instance.name, view.time)
         return replace(state, needed=needed)
 
@@ -97,14 +97,14 @@ class TransformPolicy:
     ) -> PlanProposal[TransformState]:
         """Propose a plan under which an instance can hold a request of `need` tokens."""
         words = f"a request needs {need} tokens"
-        able = [instance for instance in plan.instances if self._resources.max_len(instance.tp) >= need]
+        able = [instance for instance in plan.instances if self._max_len(instance.tp) >= need]
         if able:
             chosen = min(able, key=lambda instance: self._load(view, instance))
             if not any(instance.draining for instance in able) or not chosen.draining:
                 return PlanProposal(plan, state, f"{words}, which instance {chosen.name} can hold")
             reopened = plan.with_instance(chosen.with_draining(False))
             return PlanProposal(reopened, state, f"{words}: instance {chosen.name} takes requests again")
-        degrees = [degree for degree in self._groups(state) if self._resources.max_len(degree) >= need]
+        degrees = [degree for degree in self._groups(state) if self._max_len(degree) >= need]
         if not degrees:
             return PlanProposal(plan, state, f"{words}, more than any instance could hold")
         candidates = [
@@ -153,6 +153,10 @@ class TransformPolicy:
         pages = max(whole.kv_pages, self._resources.kv_capacity(whole))
         return (*own, whole.with_kv_pages(pages))
 
+    def _max_len(self, degree: int) -> int:
+        """Return the tokens of the longest sequence that an instance of a degree holds."""
+        return self._resources.limits_of(degree).max_len
+
     def _load(self, view: ServiceView, instance: InstancePlan) -> int:
         """Return the load by which instances are compared, in tokens: KV in use, and prompts that wait."""
         seen = _seen(view, instance)
@@ -186,7 +190,7 @@ class TransformPolicy:
 
     def _parts(self, instance: InstancePlan, state: TransformState, longest: int) -> int:
         """Return into how many instances one splits: as many as can each hold the longest request that is left."""
-        degrees = [degree for degree in self._groups(state) if self._resources.max_len(degree) >= longest]
+        degrees = [degree for degree in self._groups(state) if self._max_len(degree) >= longest]
         return max(2, instance.tp // min(degrees, default=instance.tp // 2))
 
     def _at_home(self, part: InstancePlan, state: TransformState) -> InstancePlan:
