@@ -1,7 +1,7 @@
 """The page moves before a pool is parted: afterwards each side finds the pages of its sequences under its own ids."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxserve.kvcache.pages import PagePool
@@ -20,7 +20,7 @@ Round = tuple[PageMove, ...]  # moves without an order: no target is in use befo
 
 
 def moves_to_sides(
-    pool: PagePool, holders: Mapping[int, Iterable[int]], sides: int, pages_per_side: int
+    pool: PagePool, holders: Mapping[int, frozenset[int]], sides: int, pages_per_side: int
 ) -> tuple[Round, ...]:
     """Return the moves after which each side holds only pages q with q % sides == side.
 
@@ -35,9 +35,10 @@ def moves_to_sides(
 class _Planner:
     """The state of the pages while rounds of moves are planned."""
 
-    def __init__(self, pool: PagePool, holders: Mapping[int, Iterable[int]], sides: int, pages_per_side: int):
+    def __init__(self, pool: PagePool, holders: Mapping[int, frozenset[int]], sides: int, pages_per_side: int):
         self._sides, self._end = sides, sides * pages_per_side
-        self._holders = {page: set(holding) for page, holding in holders.items()}
+        self._alone = [frozenset((side,)) for side in range(sides)]
+        self._holders = dict(holders)
         # Unused pages of each side, and those that no side has. Pages whose holders give them up come last, as they
         # will be the most recently released.
         self._unused: list[deque[int]] = [deque() for _ in range(sides)]
@@ -58,9 +59,10 @@ class _Planner:
             rounds.append(tuple(moves))
         return tuple(rounds)
 
-    def _missing(self, page: int) -> set[int]:
+    def _missing(self, page: int) -> frozenset[int]:
         """Return the sides that hold a page and do not find it under an id of theirs."""
-        return self._holders[page] - ({page % self._sides} if self._has_place(page) else set())
+        holding = self._holders[page]
+        return holding - self._alone[page % self._sides] if self._has_place(page) else holding
 
     def _has_place(self, page: int) -> bool:
         """Return whether a page belongs to a side after the split."""
@@ -76,7 +78,7 @@ class _Planner:
         for page in sorted(self._misplaced):
             side = min((side for side in self._missing(page) if self._unused[side]), default=None)
             if side is not None:
-                moves.append(PageMove(page, self._unused[side].popleft(), frozenset((side,))))
+                moves.append(PageMove(page, self._unused[side].popleft(), self._alone[side]))
         return moves
 
     def _move_out_of_the_way(self) -> PageMove:
@@ -85,15 +87,15 @@ class _Planner:
         foreign = (page for page in self._misplaced if page % self._sides not in self._holders[page])
         page = min(page for page in foreign if self._has_place(page) and page % self._sides in full)
         unused = self._spare or next(pages for pages in self._unused if pages)
-        return PageMove(page, unused.popleft(), frozenset(self._holders[page]))
+        return PageMove(page, unused.popleft(), self._holders[page])
 
     def _release(self, move: PageMove) -> None:
         """Take note of a move that has been made."""
-        holding = self._holders[move.source]
-        holding -= move.sides
-        self._holders[move.target] = set(move.sides)
-        if not holding:
-            del self._holders[move.source]
+        self._holders[move.target] = move.sides
+        staying = self._holders.pop(move.source) - move.sides
+        if staying:
+            self._holders[move.source] = staying
+        else:
             self._unused_beside(move.source).appendleft(move.source)
         for page in (move.source, move.target):
             self._misplaced.discard(page)

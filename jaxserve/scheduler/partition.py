@@ -111,10 +111,11 @@ def partition(requests: Requests, pool: PagePool, sides: int, limits: SideLimits
     }
     fitting = {request_id: each for request_id, each in all_requests.items() if request_id not in too_long}
     made, left_over = _choose_sides(fitting, sides, limits)
-    holders: defaultdict[int, set[int]] = defaultdict(set)
+    holders: dict[int, frozenset[int]] = {}
     for side in made:
+        alone = frozenset((side.index,))
         for page in side.pages:
-            holders[page].add(side.index)
+            holders[page] = holders[page] | alone if page in holders else alone
     return Partition(
         {request_id: side.index for side in made for request_id in side.ids},
         moves_to_sides(pool, holders, sides, limits.pages),
@@ -169,7 +170,7 @@ def _units(requests: Mapping[str, list[Sequence]], sides: int) -> list[_Unit]:
 
 def _connected(units: list[_Unit]) -> list[list[_Unit]]:
     """Return groups of units in which each shares a page with another one, directly or through others."""
-    leader = list(range(len(units)))  # of each unit: itself, or a unit before it in the same group
+    leader = list(range(len(units)))  # of each unit: itself, or another one of the same group
     first: dict[int, int] = {}  # for each page, the first unit that holds it
 
     def find(unit: int) -> int:
@@ -179,8 +180,9 @@ def _connected(units: list[_Unit]) -> list[list[_Unit]]:
 
     for number, unit in enumerate(units):
         for page in unit.pages:
-            a, b = sorted((find(number), find(first.setdefault(page, number))))
-            leader[b] = a
+            other = first.setdefault(page, number)
+            if other != number:
+                leader[find(number)] = find(other)
     groups: defaultdict[int, list[_Unit]] = defaultdict(list)
     for number, unit in enumerate(units):
         groups[find(number)].append(unit)

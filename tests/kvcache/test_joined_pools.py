@@ -1,11 +1,12 @@
 """Pools that are joined and parted: no page is lost, handed out twice or taken for another one."""
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxserve.kvcache import PagePool, moves_to_sides
+from jaxserve.kvcache import PagePool, Round, moves_to_sides
 from tests.kvcache.test_pages import ACTIONS, PagePoolMachine
 from tests.support.internals import cached_pages, unused_pages
 
@@ -99,6 +100,12 @@ def test_cached_page_that_becomes_a_null_page_is_forgotten() -> None:
 # -- moves before a pool is parted
 
 
+def rounds_of(
+    pool: PagePool, holders: Mapping[int, Iterable[int]], sides: int, pages_per_side: int
+) -> tuple[Round, ...]:
+    return moves_to_sides(pool, {page: frozenset(of_page) for page, of_page in holders.items()}, sides, pages_per_side)
+
+
 def full_pool(num_pages: int, free: set[int]) -> PagePool:
     pool = PagePool(num_pages)
     pool.allocate(num_pages - 1)
@@ -107,17 +114,17 @@ def full_pool(num_pages: int, free: set[int]) -> PagePool:
 
 
 def test_pages_that_lie_on_their_side_do_not_move() -> None:
-    assert moves_to_sides(full_pool(8, {1, 6, 7}), {2: [0], 3: [1], 4: [0], 5: [1]}, 2, 4) == ()
+    assert rounds_of(full_pool(8, {1, 6, 7}), {2: [0], 3: [1], 4: [0], 5: [1]}, 2, 4) == ()
 
 
 def test_two_full_sides_exchange_pages_through_the_null_page_to_be() -> None:
     pool = full_pool(6, {1})
-    rounds = moves_to_sides(pool, {2: [1], 3: [0], 4: [0], 5: [1]}, 2, 3)
+    rounds = rounds_of(pool, {2: [1], 3: [0], 4: [0], 5: [1]}, 2, 3)
     assert [[(move.source, move.target) for move in moves] for moves in rounds] == [[(2, 1)], [(3, 2)], [(1, 3)]]
 
 
 def test_page_of_two_sides_is_copied_once_to_the_side_that_lacks_it() -> None:
-    rounds = moves_to_sides(full_pool(8, {1, 5, 6, 7}), {2: [0, 1], 3: [1], 4: [0]}, 2, 4)
+    rounds = rounds_of(full_pool(8, {1, 5, 6, 7}), {2: [0, 1], 3: [1], 4: [0]}, 2, 4)
     assert [[(move.source, move.target, set(move.sides)) for move in moves] for moves in rounds] == [[(2, 5, {1})]]
 
 
@@ -128,7 +135,7 @@ def test_moves_take_free_pages_before_cached_ones_and_the_oldest_of_these_first(
         pool.register(page, bytes([page]))
     pool.release([8]), pool.release([4]), pool.release([6]), pool.release([10])
     holders = {page: [page % 2] for page in pages if page not in (4, 6, 8, 10)} | {3: [0], 5: [0]}
-    (moves,) = moves_to_sides(pool, {page: side for page, side in holders.items() if page not in (1, 2)}, 2, 6)
+    (moves,) = rounds_of(pool, {page: side for page, side in holders.items() if page not in (1, 2)}, 2, 6)
     assert [(move.source, move.target) for move in moves] == [(3, 10), (5, 8)]
 
 
@@ -190,7 +197,7 @@ class Pools:
         if max(Counter(side for of_page in holders.values() for side in of_page).values(), default=0) >= size:
             return
         machine.copied |= {machine.device[page] for page, of_page in holders.items() if len(of_page) > 1}
-        for moves in moves_to_sides(pool, holders, n, size):
+        for moves in rounds_of(pool, holders, n, size):
             self.carry_out(moves, machine, sides)
         machine.check()
         parts = []
