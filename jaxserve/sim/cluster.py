@@ -79,7 +79,7 @@ def resolve_cluster(
     check_ranges(config)
     platform = hardware.platform
     shape = replace(shape, dtype=dtype_of(config, shape.dtype, (), platform))
-    model = _model_config(shape)
+    model = model_config(shape)
     fraction = PLATFORMS[platform].memory_fraction
     shapes = (hardware.max_num_seqs, hardware.prefill_tokens, hardware.tile, hardware.min_rows)
     defaults, devices = PlatformDefaults(*shapes, fraction), config.tp * config.pp * config.dp
@@ -151,7 +151,8 @@ class ShapeSizes:
         return self.page_size * self.shape.kv_bytes_per_token(self.tp, self.kv_cache_dtype, self.platform)
 
 
-def _model_config(shape: ModelShape) -> ModelConfig:
+def model_config(shape: ModelShape) -> ModelConfig:
+    """Return the configuration of a model as far as its shape has it."""
     moe = None
     if shape.num_experts:
         layers = (True,) * shape.num_layers
