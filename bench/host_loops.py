@@ -110,7 +110,9 @@ def loop_of(number: int, seconds: float, tokenizer: Tokenizer, program: Program 
     info = ModelInfo("timed", LONGEST, tokenizer.vocab_size, 8, 0)
     table, pages = PageTable(SEQUENCES, width), SEQUENCES * width + 1
     scheduler = Scheduler(SchedulerLimits(SEQUENCES, 4, TILE, PAGE), PagePool(pages, min_pages=width + 1), table)
-    core = EngineCore(scheduler, info, tokenizer, EngineMetrics("timed"), plan_fields=Snapshot(kv_pages_total=pages - 1))
+    core = EngineCore(
+        scheduler, info, tokenizer, EngineMetrics("timed"), plan_fields=Snapshot(kv_pages_total=pages - 1)
+    )
     buckets = Buckets(SEQUENCES, 4, TILE, 1, powers_of_two(16, width))
     loop = StepLoop(core, TimedDevice(seconds, buckets, table, program), SystemClock())
     params = SamplingParams(max_tokens=LONGEST - 64, ignore_eos=True)

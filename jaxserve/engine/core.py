@@ -58,11 +58,12 @@ class EngineCore:
         seed: int = 0,
         plan_fields: Snapshot,
         index: int = 0,
+        name: str | None = None,
         loads: Loads | None = None,
         cost: InstanceCost | None = None,
         trace: abc.Callable[[EndedRequest], None] | None = None,
     ):
-        """`index`: the index of the instance. `salt`: the plan's name in the prefix cache.
+        """`index`, `name`: of the instance (default: its index). `salt`: the plan's name in the prefix cache.
 
         `plan_fields`: the fields of the snapshot that follow from the plan. `cost`: the step times under the plan, of
         loads computed by `loads`; None if they are unknown. `trace` is called with each request that has ended.
@@ -70,25 +71,32 @@ class EngineCore:
         self.scheduler = scheduler
         self.info = info
         self.tokenizer = tokenizer
-        self.metrics = metrics.instance(index)
+        self.name = str(index) if name is None else name
+        self.metrics = metrics.instance(self.name)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.salt = salt
         self.index = index
         self._trace = trace
         self._counters = EngineCounters(scheduler, self.metrics, plan_fields, StepTimes(loads, cost))
-        self.metrics.follow(lambda: self.snapshot)
+        self.metrics.follow(self.report)
         self._caching = scheduler.pages.caching
         self._seeds = np.random.default_rng(seed)
         self._requests: dict[str, RequestState] = {}
 
     # -- requests
 
-    def add(self, request: Request) -> None:
-        """Accept a request. Raise `RequestError` or `QueueFull`, without any change, if it is refused."""
+    def add(self, request: Request, info: ModelInfo | None = None, *, accepted: bool = False) -> None:
+        """Accept a request. Raise `RequestError` or `QueueFull`, without any change, if it is refused.
+
+        `info`: the limits as they are now (default: as they were at the start). `accepted`: the engine has accepted the
+        request before, so that it needs no room in the queue.
+        """
+        info = info or self.info
         try:
-            check_request(request, self.info, self.tokenizer)
+            check_request(request, info, self.tokenizer)
             self._check_id(request.id)
-            check_room(request, self.scheduler, self.info)
+            if not accepted:
+                check_room(request, self.scheduler.num_waiting, self.scheduler.waiting_tokens, info)
         except QueueFull:
             self.metrics.rejected("queue_full")
             raise
@@ -98,7 +106,7 @@ class EngineCore:
         seed = request.params.seed
         sequences = make_sequences(
             request,
-            self.info,
+            info,
             self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             seed=int(self._seeds.integers(2**63)) if seed is None else seed,
@@ -154,6 +162,38 @@ class EngineCore:
         self._take_snapshot(self.snapshot.time)
 
     @property
+    def request_ids(self) -> abc.Collection[str]:
+        """The ids of the requests in flight."""
+        return self._requests.keys()
+
+    def detach(self, request_ids: abc.Iterable[str] | None = None) -> list[RequestState]:
+        """Take requests (default: all) out of this core, of which no step may be on the device, and return them."""
+        states = [self._requests.pop(each) for each in tuple(self._requests if request_ids is None else request_ids)]
+        for state in states:
+            unfinished = [s for s in state.sequences if s.status is not SequenceStatus.FINISHED]
+            for sequence in unfinished:
+                sequence.parent, sequence.children = None, []
+                self.scheduler.finish(sequence)
+            for sequence in unfinished:
+                sequence.status = SequenceStatus.WAITING
+        return states
+
+    def attach(self, states: abc.Iterable[RequestState], pages: abc.Callable[[int], int] | None) -> None:
+        """Take in requests that another core has given up. Their keys and values are computed again."""
+        assert pages is None, "pages cannot be taken over yet"
+        for state in states:
+            self._requests[state.request.id] = state
+            for sequence in state.sequences:
+                if sequence.status is not SequenceStatus.FINISHED:
+                    sequence.num_computed, sequence.private, sequence.page_hashes = 0, False, []
+                    sequence.salt = self._salt_of(state.request)
+                    self.scheduler.add(sequence)
+
+    def take_outgrown(self) -> list[RequestState]:
+        """Return the requests that have left this core since the last call because it cannot hold more of them."""
+        return []
+
+    @property
     def idle(self) -> bool:
         """True if no request is in flight."""
         return self.scheduler.idle
@@ -177,6 +217,10 @@ class EngineCore:
     def snapshot(self) -> Snapshot:
         """The state after the latest step, abort or change of the plan. Read from any thread."""
         return self._counters.snapshot
+
+    def report(self) -> Snapshot:
+        """Return `snapshot`, as a function that the metrics call when they are scraped."""
+        return self.snapshot
 
     # -- steps
 

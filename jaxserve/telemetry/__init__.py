@@ -3,7 +3,7 @@
 from jaxserve.telemetry.control_state import ControlState, KVCapacity
 from jaxserve.telemetry.definitions import TIME_BOUNDS
 from jaxserve.telemetry.metrics import EngineMetrics, InstanceMetrics
-from jaxserve.telemetry.snapshot import Recent, Snapshot, combine
+from jaxserve.telemetry.snapshot import Recent, Snapshot, WaitingRoom, combine
 from jaxserve.telemetry.windows import Smoother
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "Recent",
     "Smoother",
     "Snapshot",
+    "WaitingRoom",
     "combine",
 ]

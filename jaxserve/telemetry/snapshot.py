@@ -106,6 +106,17 @@ class Snapshot:
         return copy
 
 
+@dataclass(frozen=True)
+class WaitingRoom:
+    """The requests that wait because no instance can hold them now, although one could after a change of the plan."""
+
+    time: float = 0.0  # s of the engine's clock
+    count: int = 0  # requests
+    tokens: int = 0  # prompt tokens of all their answers
+    longest: int = 0  # tokens that an instance must be able to hold to serve every one of them
+    oldest_wait: float = 0.0  # s since the first of them arrived
+
+
 # Fields that `combine` does not add up.
 _LARGEST = ("time", "plan_version", "oldest_wait")
 _APART = ("layers_by_precision", "first_tokens", "recent")
@@ -114,8 +125,8 @@ _ADDED = tuple(f.name for f in fields(Snapshot) if f.name not in _LARGEST + _APA
 
 def combine(snapshots: Sequence[Snapshot]) -> Snapshot:
     """Combine snapshots of several instances: sums, the latest time and plan version, the longest wait; no `recent`."""
-    if len(snapshots) == 1:
-        return snapshots[0]
+    if len(snapshots) <= 1:
+        return snapshots[0] if snapshots else Snapshot()
     layers: Counter[str] = Counter()
     for snapshot in snapshots:
         for precision, count in snapshot.layers_by_precision.items():
