@@ -76,6 +76,11 @@ class BuiltEngine:
     resolved: Resolved
     compilations: CompileCounter
 
+    @property
+    def loops(self) -> dict[str, StepLoop]:
+        """The step loops by the names of their instances."""
+        return {steps.core.name: steps for steps in self.instances}
+
 
 def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> SyncEngine:
     """Build an engine that its caller steps, and report to `progress` how far the start has come.
@@ -84,7 +89,7 @@ def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> 
     """
     built = build(config, progress=progress)
     return SyncEngine(
-        built.instances, built.info, built.tokenizer, built.clock, grammars=built.grammars, on_close=built.close
+        built.loops, built.info, built.tokenizer, built.clock, grammars=built.grammars, on_close=built.close
     )
 
 
@@ -99,7 +104,7 @@ def build_async_engine(config: EngineConfig, progress: Progress = ignore_progres
 def async_engine(built: BuiltEngine) -> AsyncEngine:
     """Return a built engine with threads that step it. It closes what was built when it is shut down."""
     return AsyncEngine(
-        built.instances,
+        built.loops,
         built.info,
         built.tokenizer,
         built.metrics,
@@ -156,6 +161,7 @@ def build(
             seed=config.seed + index,
             plan_fields=resolved.plan_fields(instance, resolved.plan.version),
             index=index,
+            name=instance.name,
             loads=Loads(resolved.buckets),
             trace=tracer,
         )

@@ -25,9 +25,9 @@ class KVHeadroom:
         self._resources, self._start = resources, start
         self._known: dict[str, tuple[Policy, InstancePlan, KVCapacity]] = {}  # by the instance's name
 
-    def of(self, policy: Policy, plan: Plan) -> list[KVCapacity]:
-        """Return the capacity of each instance of the plan in force."""
-        return [self._known_or_new(policy, instance) for instance in plan.instances]
+    def of(self, policy: Policy, plan: Plan) -> dict[str, KVCapacity]:
+        """Return the capacity of each instance of the plan in force, by its name."""
+        return {instance.name: self._known_or_new(policy, instance) for instance in plan.instances}
 
     def _known_or_new(self, policy: Policy, plan: InstancePlan) -> KVCapacity:
         known = self._known.get(plan.name)

@@ -9,7 +9,6 @@ from jaxserve.engine.limits import check_params, check_prompt
 from jaxserve.engine.matchers import matchers_of
 from jaxserve.engine.text import StopStrings
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.scheduler import Scheduler
 
 
 def check_request(request: Request, info: ModelInfo, tokenizer: Tokenizer | None) -> None:
@@ -24,22 +23,24 @@ def check_request(request: Request, info: ModelInfo, tokenizer: Tokenizer | None
             raise RequestError(f"{name} is text, but the model has no tokenizer", field=name)
 
 
-def check_room(request: Request, scheduler: Scheduler, info: ModelInfo) -> None:
-    """Raise `QueueFull` if the queue has no room. An empty queue has room for the tokens of every request."""
+def check_room(request: Request, waiting: int, waiting_tokens: int, info: ModelInfo) -> None:
+    """Raise `QueueFull` if a queue has no room. An empty queue has room for the tokens of every request.
+
+    `waiting` and `waiting_tokens` are the sequences in the queue and their prompt tokens.
+    """
     params = request.params
-    if scheduler.num_waiting + params.n > info.max_queued_requests:
+    if waiting + params.n > info.max_queued_requests:
         raise QueueFull(
-            f"{scheduler.num_waiting} sequences are waiting, the limit is {info.max_queued_requests} "
-            "(max_queued_requests)",
-            value=scheduler.num_waiting,
+            f"{waiting} sequences are waiting, the limit is {info.max_queued_requests} (max_queued_requests)",
+            value=waiting,
             limit=info.max_queued_requests,
         )
     tokens = len(request.prompt_token_ids) * params.n
-    if scheduler.num_waiting and scheduler.waiting_tokens + tokens > info.max_queued_tokens:
+    if waiting and waiting_tokens + tokens > info.max_queued_tokens:
         raise QueueFull(
-            f"{scheduler.waiting_tokens} prompt tokens are waiting, {tokens} more would exceed the limit of "
+            f"{waiting_tokens} prompt tokens are waiting, {tokens} more would exceed the limit of "
             f"{info.max_queued_tokens} (max_queued_tokens)",
-            value=scheduler.waiting_tokens + tokens,
+            value=waiting_tokens + tokens,
             limit=info.max_queued_tokens,
         )
 

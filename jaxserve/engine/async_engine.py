@@ -2,186 +2,34 @@
 
 import asyncio
 import itertools
-import logging
-import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import EngineFailed, EngineForked, EngineStopped, NoTokenizer
+from jaxserve.core.errors import EngineFailed, EngineStopped, NoTokenizer
 from jaxserve.core.request import Request, RequestOutput, TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.structured import GrammarCompiler
-from jaxserve.engine.client import ControlClient, ModelInfo, Prompt, TextPrompt
+from jaxserve.engine.client import ControlClient, InstanceState, ModelInfo, Prompt, TextPrompt
+from jaxserve.engine.directory import Directory, RouteOf
+from jaxserve.engine.instance_thread import InstanceThread, Stop, Stream, StreamEntry, fail
+from jaxserve.engine.instances import STALL_SECONDS, lost_request, show_metrics
 from jaxserve.engine.limits import grammar_of
 from jaxserve.engine.loop import StepLoop
+from jaxserve.engine.outputs import RequestState
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.scheduler.routing import LeastLoaded
-from jaxserve.telemetry import EngineMetrics, Snapshot, combine
+from jaxserve.telemetry import EngineMetrics, Snapshot, WaitingRoom, combine
 
-log = logging.getLogger(__name__)
-
-STALL_SECONDS = 120.0  # an engine with work but without a finished step for this long is unhealthy
 LONG_TEXT = 20_000  # characters; longer prompts are tokenized in a thread
-
-Item = RequestOutput | BaseException
-
-
-@dataclass(eq=False)
-class Stream:
-    """A queue of one request's outputs for the asyncio loop that sent the request."""
-
-    loop: asyncio.AbstractEventLoop
-    items: asyncio.Queue[Item]
-    admitted: asyncio.Future[None]
-
-    async def next(self) -> RequestOutput:
-        """Return the next output, or raise the error that ended the request early."""
-        item = await self.items.get()
-        error = item if isinstance(item, BaseException) else item.error
-        if error is not None:
-            raise error
-        assert isinstance(item, RequestOutput)
-        return item
-
-
-class InstanceThread:
-    """A thread that steps one instance, takes commands between steps, and sends outputs back once per step."""
-
-    def __init__(self, steps: StepLoop, name: str):
-        self.steps = steps
-        self.failure: BaseException | None = None
-        self.streams: dict[str, Stream] = {}  # by request id; changed by this thread only
-        self.progress = steps.clock.now()  # time at which the latest step ended, or the thread was last idle
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._stopping = False
-        self._over = False  # set before the thread takes its commands for the last time
-        steps.wake = lambda: self._commands.put(lambda: None)  # wakes a thread that waits for commands
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """True if the thread runs."""
-        return self._thread.is_alive()
-
-    def submit(self, request: Request, stream: Stream) -> None:
-        """Queue a request. `stream.admitted` completes when it is accepted or refused. Call from any thread."""
-        self._commands.put(lambda: self._add(request, stream))
-        if self._over or not self.alive:
-            self._send(stream, stream.admitted, self._end_error() if self._over else EngineForked())
-
-    def abort(self, request_id: str, stream: Stream) -> None:
-        """End the request of a stream before the next step, if it is still in flight. Call from any thread."""
-        self._commands.put(lambda: self._abort(request_id, stream))
-
-    def stop(self) -> None:
-        """End the thread after the present step, and requests in flight with `EngineStopped`. Call from any thread."""
-        self._commands.put(self._stop)
-
-    def join(self) -> None:
-        """Wait for the thread to end."""
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                self._take_commands()
-                if not self._stopping:
-                    self._deliver(self.steps.step())
-                    self.progress = self.steps.clock.now()
-        except BaseException as error:
-            log.exception("the engine loop failed")
-            self.failure = error
-        self._over = True
-        for request_id, stream in self.streams.items():
-            self._put(stream, self._end_error())
-            if self.failure is None:  # give back the pages of an intact core
-                self.steps.core.abort(request_id, now=self.steps.clock.now())
-        self._take_commands()
-
-    def _end_error(self) -> BaseException:
-        if self.failure is not None:
-            return EngineFailed(f"the engine failed: {type(self.failure).__name__}: {self.failure}")
-        return EngineStopped("the engine has stopped")
-
-    def _take_commands(self) -> None:
-        """Run the waiting commands, or wait for one if the engine is idle."""
-        block = self.steps.idle and not self._stopping and self.failure is None
-        while True:
-            try:
-                command = self._commands.get(block=block)
-            except queue.Empty:
-                return
-            command()
-            self.progress = self.steps.clock.now() if block else self.progress
-            block = False
-
-    def _stop(self) -> None:
-        self._stopping = True
-
-    def _add(self, request: Request, stream: Stream) -> None:
-        if self._stopping or self.failure is not None:
-            self._send(stream, stream.admitted, self._end_error())
-            return
-        try:
-            self.steps.add(request)
-        except Exception as error:
-            self._send(stream, stream.admitted, error)
-        else:
-            self.streams[request.id] = stream
-            self._send(stream, stream.admitted, None)
-
-    def _abort(self, request_id: str, stream: Stream) -> None:
-        if self.streams.get(request_id) is stream:  # else this one was refused, because the id was in use
-            del self.streams[request_id]
-            self.steps.core.abort(request_id, now=self.steps.clock.now())
-
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        batches: dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]] = {}
-        for output in outputs:
-            stream = self.streams.pop(output.request_id) if output.finished else self.streams[output.request_id]
-            batches.setdefault(stream.loop, []).append((stream, output))
-        for loop, batch in batches.items():
-            _call_soon(loop, partial(_put_all, batch))
-
-    def _put(self, stream: Stream, item: Item) -> None:
-        _call_soon(stream.loop, lambda: stream.items.put_nowait(item))
-
-    @staticmethod
-    def _send(stream: Stream, future: asyncio.Future[None], error: BaseException | None) -> None:
-        def settle() -> None:
-            if future.done():
-                return
-            if error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(error)
-
-        _call_soon(stream.loop, settle)
-
-
-def _put_all(batch: list[tuple[Stream, RequestOutput]]) -> None:
-    for stream, output in batch:
-        stream.items.put_nowait(output)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    try:
-        loop.call_soon_threadsafe(callback)
-    except RuntimeError:
-        log.debug("a client's event loop was closed before its request ended")
 
 
 class AsyncEngine:
-    """The engine for servers and asyncio programs. `EngineClient` describes its methods."""
+    """The engine for servers and asyncio programs. `EngineClient` and `InstanceSet` describe its methods."""
 
     def __init__(
         self,
-        instances: Sequence[StepLoop],
+        instances: Mapping[str, StepLoop],
         info: ModelInfo,
         tokenizer: Tokenizer | None,
         metrics: EngineMetrics,
@@ -189,24 +37,44 @@ class AsyncEngine:
         *,
         grammars: GrammarCompiler | None = None,
         control: ControlClient | None = None,
+        route: RouteOf | None = None,
+        max_model_len: Callable[[], int] | None = None,
         on_close: Callable[[], None] = lambda: None,
     ):
         """`control`: the control plane, None for a plan that never changes.
 
-        `on_close` runs once, after the loops have ended, and frees the device.
+        `route` and `max_model_len` say what instances hold now and at best, as for `Directory`. `on_close` runs once,
+        after the loops have ended, and frees the device.
         """
-        self.info = info
         self.metrics = metrics
+        self.control = control
         self._tokenizer = tokenizer
         self._clock = clock
         self._grammars = grammars
-        self._threads = [InstanceThread(steps, f"jaxserve-{i}") for i, steps in enumerate(instances)]
-        self._router = LeastLoaded(len(self._threads))  # used by the clients' loop alone
         self._ids = itertools.count()
-        self.control = control
         self._on_close = on_close
         self._draining = False
         self._closed = False
+        self._directory: Directory[Stream] = Directory(
+            info,
+            tokenizer,
+            clock,
+            instances,
+            route=route,
+            max_model_len=max_model_len,
+            rejected=metrics.rejected,
+        )
+        self._changing = threading.Lock()  # held while instances are stopped
+        self._stops: dict[str, Stop] = {}  # by instance, while `stopped` is in progress
+        # Never changed, but replaced while the directory's lock is held.
+        self._threads = {name: InstanceThread(name, steps, self._directory, self) for name, steps in instances.items()}
+        metrics.follow_waiting_room(self.waiting_room)
+        for thread in self._threads.values():
+            thread.start()
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._directory.info
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -216,7 +84,11 @@ class AsyncEngine:
 
     @property
     def ready(self) -> bool:
-        return not self._draining and not self._closed and all(t.alive and t.failure is None for t in self._threads)
+        if self._draining or self._closed:
+            return False
+        return all(not t.started or (t.alive and t.failure is None) for t in self._threads.values())
+
+    # -- requests
 
     async def generate(
         self,
@@ -253,19 +125,31 @@ class AsyncEngine:
         async with self._admitted(request) as stream:
             return await stream.next()
 
-    def snapshots(self) -> list[Snapshot]:
-        return [thread.steps.core.snapshot for thread in self._threads]
+    # -- what can be observed
+
+    def instances(self) -> list[InstanceState]:
+        return [
+            InstanceState(name, thread.steps.core.metrics.number, thread.steps.core.snapshot)
+            for name, thread in self._threads.items()
+        ]
+
+    def snapshots(self) -> dict[str, Snapshot]:
+        """Return the state of each instance by its name."""
+        return {name: thread.steps.core.snapshot for name, thread in self._threads.items()}
 
     def snapshot(self) -> Snapshot:
-        return combine(self.snapshots())
+        return combine(list(self.snapshots().values()))
+
+    def waiting_room(self) -> WaitingRoom:
+        return self._directory.waiting_room()
 
     def check_health(self) -> None:
         """Raise `EngineFailed` if a loop has died, or has work and makes no progress."""
         now = self._clock.now()
-        for thread in self._threads:
-            if thread.failure is not None or (not thread.alive and not self._closed):
+        for thread in self._threads.values():
+            if thread.failure is not None or (thread.started and not thread.alive and not self._closed):
                 raise EngineFailed(f"the engine loop has ended: {thread.failure!r}")
-            if not thread.steps.idle and now - thread.progress > STALL_SECONDS:
+            if thread.started and not thread.steps.idle and now - thread.progress > STALL_SECONDS:
                 raise EngineFailed(f"no step has ended for {now - thread.progress:.0f} s although there is work")
 
     def count_rejection(self, reason: str) -> None:
@@ -274,11 +158,20 @@ class AsyncEngine:
     def metrics_text(self) -> bytes:
         return self.metrics.render()
 
+    # -- the end
+
     async def drain(self, timeout: float) -> bool:
-        """Refuse new requests, and return whether those in flight end within `timeout` seconds."""
+        """Refuse new requests, and return whether those in flight end within `timeout` seconds.
+
+        Requests that no instance can hold now end with `EngineStopped`.
+        """
         self._draining = True
+        self._send_waiting()
         end = self._clock.now() + timeout
-        while any(t.alive and t.failure is None and (t.streams or not t.steps.idle) for t in self._threads):
+        while any(
+            t.alive and t.failure is None and (self._directory.on(name) or not t.steps.idle)
+            for name, t in self._threads.items()
+        ):
             if self._clock.now() >= end:
                 return False
             await asyncio.sleep(0.02)
@@ -289,10 +182,113 @@ class AsyncEngine:
         if self._closed:
             return
         self._draining = self._closed = True
-        for thread in self._threads:
+        self._send_waiting()
+        for thread in self._threads.values():
             thread.stop()
-        await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in self._threads))
+        await asyncio.to_thread(self._join)
         self._on_close()
+
+    def _join(self) -> None:
+        with self._changing:  # then all threads have been started
+            for thread in self._threads.values():
+                thread.stop()
+                thread.join()
+
+    # -- instances that come and go
+
+    @property
+    def loops(self) -> Mapping[str, StepLoop]:
+        return {name: thread.steps for name, thread in self._threads.items()}
+
+    @contextmanager
+    def stopped(self, names: Collection[str]) -> Iterator[None]:
+        with self._changing:
+            threads = [self._threads[name] for name in names]
+            stops = [thread.halt() for thread in threads]
+            self._stops = {stop.thread.name: stop for stop in stops}
+            try:
+                for stop in stops:
+                    stop.wait(STALL_SECONDS)
+                yield
+            finally:
+                self._stops = {}
+                for stop in stops:
+                    stop.over.set()
+                for thread in self._threads.values():
+                    thread.start()
+                self.reroute()
+
+    def replace(self, before: Collection[str], after: Mapping[str, StepLoop]) -> None:
+        ending = [self._threads[name] for name in before]
+        assert all(thread.name in self._stops or not thread.started for thread in ending), "only stopped ones can end"
+        with self._directory.lock:
+            new = {name: InstanceThread(name, steps, self._directory, self) for name, steps in after.items()}
+            self._threads = {name: t for name, t in self._threads.items() if name not in before} | new
+            present = (name for name in (*self._stops, *after) if name in self._threads)
+            ids = {name: self._threads[name].steps.core.request_ids for name in present}
+            on_the_way, lost = self._directory.moved(before, ids)
+            self._directory.follow(self._threads)
+            for entry in on_the_way:
+                self._directory.send_again(entry)
+                self._send(entry)
+            for entry in lost:
+                self._end(entry, lost_request(entry.request))
+        for thread in ending:
+            thread.retire()
+            if stop := self._stops.pop(thread.name, None):
+                stop.over.set()
+        for thread in ending:
+            thread.join()
+        show_metrics([thread.steps for thread in ending], after.values())
+
+    def place(self, states: Iterable[RequestState]) -> None:
+        with self._directory.lock:
+            for state in states:
+                self._directory.leave(state)
+            self._send_waiting()
+
+    def reroute(self) -> None:
+        with self._directory.lock:
+            self._directory.follow(self._threads)
+            self._send_waiting()
+
+    # -- the way of a request
+
+    def abort(self, entry: StreamEntry) -> None:
+        """End a request, wherever it is. No effect on one that has ended."""
+        with self._directory.lock:
+            if self._directory.get(entry.request.id) is not entry:
+                return
+            if entry.instance is None:
+                self._directory.end(entry)
+            else:
+                self._threads[entry.instance].abort(entry)
+
+    def _send(self, entry: StreamEntry) -> None:
+        """Send a request to its instance, or accept one that waits. Call with the directory's lock."""
+        if entry.instance is not None:
+            self._threads[entry.instance].submit(entry)
+        else:
+            entry.owner.settle()
+
+    def _send_waiting(self) -> None:
+        """Send the waiting requests that an instance can hold now there, and end those that none will ever hold."""
+        with self._directory.lock:
+            found, hopeless = self._directory.take_waiting()
+            for entry in found:
+                self._send(entry)
+            for entry, item in hopeless:
+                self._end(entry, item)
+            if self._draining:
+                for entry in self._directory.on(None):
+                    self._end(entry, EngineStopped("the engine is shutting down"))
+
+    def _end(self, entry: StreamEntry, item: RequestOutput | BaseException) -> None:
+        self._directory.end(entry)
+        if isinstance(item, BaseException):
+            fail(entry, item)
+        else:
+            entry.owner.put(item)
 
     async def _request(
         self,
@@ -336,15 +332,12 @@ class AsyncEngine:
         """Yield the stream of a request that the least loaded instance accepts. Leaving early aborts the request."""
         if self._draining or self._closed:
             raise EngineStopped("the engine is shutting down and takes no new requests")
-        prompt_tokens = len(request.prompt_token_ids)
-        index = self._router.take(prompt_tokens)
-        thread = self._threads[index]
-        loop = asyncio.get_running_loop()
-        stream = Stream(loop, asyncio.Queue(), loop.create_future())
-        thread.submit(request, stream)
+        stream = Stream.new()
+        with self._directory.lock:
+            entry = self._directory.add(request, stream)
+            self._send(entry)
         try:
             await stream.admitted
             yield stream
         finally:
-            self._router.ended(index, prompt_tokens)
-            thread.abort(request.id, stream)  # no effect on an ended request
+            self.abort(entry)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from jaxserve.core.request import RequestOutput, TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.telemetry import ControlState, Snapshot
+from jaxserve.telemetry import ControlState, Snapshot, WaitingRoom
 
 
 class ControlClient(Protocol):
@@ -117,7 +117,7 @@ class ModelInfo:
     """Facts about the served model, and the limits on one request."""
 
     name: str
-    max_model_len: int  # tokens of prompt and answer together
+    max_model_len: int  # tokens of prompt and answer together, under the best plan that may come into force
     vocab_size: int
     hidden_size: int
     created: int  # seconds since the epoch
@@ -128,6 +128,16 @@ class ModelInfo:
     max_queued_tokens: int = 1_000_000
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # from generation_config.json
     max_new_tokens: int | None = None  # from generation_config.json; limits every answer over HTTP
+    instance_len: int | None = None  # tokens that an instance can hold now, if known; at most `max_model_len`
+
+
+@dataclass(frozen=True)
+class InstanceState:
+    """An instance after its latest step."""
+
+    name: str
+    engine: int  # its number among the present instances: the label `engine` of its metrics
+    snapshot: Snapshot
 
 
 class EngineClient(Protocol):
@@ -186,12 +196,16 @@ class EngineClient(Protocol):
         """
         ...
 
-    def snapshots(self) -> Sequence[Snapshot]:
-        """Return the state of each instance after its latest step."""
+    def instances(self) -> Sequence[InstanceState]:
+        """Return the present instances."""
         ...
 
     def snapshot(self) -> Snapshot:
         """Return the sum of the instances' states after their latest steps."""
+        ...
+
+    def waiting_room(self) -> WaitingRoom:
+        """Return the state of the requests that no instance can hold now."""
         ...
 
     def check_health(self) -> None:

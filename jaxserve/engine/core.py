@@ -58,12 +58,13 @@ class EngineCore:
         seed: int = 0,
         plan_fields: Snapshot,
         index: int = 0,
+        name: str | None = None,
         loads: Loads | None = None,
         cost: InstanceCost | None = None,
         capacity: int | None = None,
         trace: abc.Callable[[EndedRequest], None] | None = None,
     ):
-        """`index`: the index of the instance. `salt`: the plan's name in the prefix cache.
+        """`index`, `name`: of the instance (default: its index). `salt`: the plan's name in the prefix cache.
 
         `plan_fields`: the fields of the snapshot that follow from the plan. `cost`: the step times under the plan, of
         loads computed by `loads`; None if they are unknown. `capacity`: the tokens, prompt included, that the instance
@@ -73,14 +74,15 @@ class EngineCore:
         self.scheduler = scheduler
         self.info = info
         self.tokenizer = tokenizer
-        self.metrics = metrics.instance(index)
+        self.name = str(index) if name is None else name
+        self.metrics = metrics.instance(self.name)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.salt = salt
         self.index = index
         self.capacity = info.max_model_len if capacity is None else capacity
         self._trace = trace
         self._counters = EngineCounters(scheduler, self.metrics, plan_fields, StepTimes(loads, cost))
-        self.metrics.follow(lambda: self.snapshot)
+        self.metrics.follow(self.report)
         self._caching = scheduler.pages.caching
         self._seeds = np.random.default_rng(seed)
         self._requests: dict[str, RequestState] = {}
@@ -88,12 +90,18 @@ class EngineCore:
 
     # -- requests
 
-    def add(self, request: Request) -> None:
-        """Accept a request. Raise `RequestError` or `QueueFull`, without any change, if it is refused."""
+    def add(self, request: Request, info: ModelInfo | None = None, *, accepted: bool = False) -> None:
+        """Accept a request. Raise `RequestError` or `QueueFull`, without any change, if it is refused.
+
+        `info`: the limits as they are now (default: as they were at the start). `accepted`: the engine has accepted the
+        request before, so that it needs no room in the queue.
+        """
+        info = info or self.info
         try:
-            check_request(request, self.info, self.tokenizer)
+            check_request(request, info, self.tokenizer)
             self._check_id(request.id)
-            check_room(request, self.scheduler, self.info)
+            if not accepted:
+                check_room(request, self.scheduler.num_waiting, self.scheduler.waiting_tokens, info)
         except QueueFull:
             self.metrics.rejected("queue_full")
             raise
@@ -103,7 +111,7 @@ class EngineCore:
         seed = request.params.seed
         sequences = make_sequences(
             request,
-            self.info,
+            info,
             self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             seed=int(self._seeds.integers(2**63)) if seed is None else seed,
@@ -256,6 +264,10 @@ class EngineCore:
     def snapshot(self) -> Snapshot:
         """The state after the latest step, abort or change of the plan. Read from any thread."""
         return self._counters.snapshot
+
+    def report(self) -> Snapshot:
+        """Return `snapshot`, as a function that the metrics call when they are scraped."""
+        return self.snapshot
 
     # -- steps
 

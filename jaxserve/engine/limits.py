@@ -35,7 +35,10 @@ def max_prompt_tokens(info: ModelInfo, *, embed: bool = False) -> int:
 
 def context_length(info: ModelInfo) -> str:
     """Return the sentence by which clients recognise a prompt that is too long for the model."""
-    return f"This model's maximum context length is {info.max_model_len} tokens (max_model_len)."
+    text = f"This model's maximum context length is {info.max_model_len} tokens (max_model_len)."
+    if info.instance_len is None or info.instance_len >= info.max_model_len:
+        return text
+    return f"{text} Its instances can hold {info.instance_len} tokens now, and that many after a change of the plan."
 
 
 def grammar_of(params: SamplingParams, compiler: GrammarCompiler | None) -> Grammar | None:

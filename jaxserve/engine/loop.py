@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from jaxserve.core.clock import Clock
 from jaxserve.core.request import Request, RequestOutput
 from jaxserve.core.work import Executor, PendingStep, Work
+from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.step_log import InstanceLog
 
@@ -51,9 +52,9 @@ class StepLoop:
         self._calls: queue.SimpleQueue[Callback] = queue.SimpleQueue()
         self._pending: _Dispatched | None = None
 
-    def add(self, request: Request) -> None:
-        """Accept a request. Raise `RequestError` or `QueueFull` if it is refused."""
-        self.core.add(request)
+    def add(self, request: Request, info: ModelInfo | None = None, *, accepted: bool = False) -> None:
+        """Accept a request, as `EngineCore.add`. Raise `RequestError` or `QueueFull` if it is refused."""
+        self.core.add(request, info, accepted=accepted)
         if self.log is not None:
             self.log.accepted(request)
 

@@ -17,6 +17,7 @@ from jaxserve.core.request import (
     SequenceStatus,
     TokenLogprobs,
 )
+from jaxserve.engine.text import flush_text
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.telemetry.tracing import EndedRequest
 
@@ -68,12 +69,18 @@ class RequestState:
         self.returned_prompt = True
         return tuple(self.sequences[0].prompt_logprobs)
 
+    def end_by_length(self, now: float) -> RequestOutput:
+        """End the request, of which no core has a part, at its present length. Return its last output."""
+        unfinished = self.unfinished_sequences
+        for sequence in unfinished:
+            sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, FinishReason.LENGTH
+            flush_text(sequence)
+        self.unfinished, self.finished_at = 0, now
+        return self.take(unfinished)
+
     def failed(self, error: JaxserveError) -> RequestOutput:
         """Return the last output of a request that has ended with an error."""
-        request = self.request
-        return RequestOutput(
-            request.id, request.prompt, request.prompt_token_ids, outputs=(), finished=True, error=error
-        )
+        return failed_output(self.request, error)
 
     def ended(self, reason: FinishReason, now: float) -> EndedRequest:
         """Return what the request did, when it has ended for `reason` at time `now`."""
@@ -116,6 +123,11 @@ class RequestState:
             last_token=max((s.last_token for s in self.sequences if s.last_token is not None), default=None),
             finished=self.finished_at,
         )
+
+
+def failed_output(request: Request, error: JaxserveError) -> RequestOutput:
+    """Return the last output of a request that has ended with an error."""
+    return RequestOutput(request.id, request.prompt, request.prompt_token_ids, outputs=(), finished=True, error=error)
 
 
 def merge(whole: RequestOutput | None, piece: RequestOutput) -> RequestOutput:

@@ -1,47 +1,73 @@
 """The synchronous engine, which steps all instances in the caller's thread. `LLM` runs it in an `EngineThread`."""
 
 import itertools
+import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import NoTokenizer
+from jaxserve.core.errors import EngineFailed, JaxserveError, NoTokenizer
 from jaxserve.core.request import Request, RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.structured import GrammarCompiler
 from jaxserve.engine.client import ModelInfo, Prompt, TextPrompt
+from jaxserve.engine.directory import Directory, Entry, RouteOf
+from jaxserve.engine.instances import STALL_SECONDS, lost_request, show_metrics
 from jaxserve.engine.limits import grammar_of
 from jaxserve.engine.loop import StepLoop
+from jaxserve.engine.outputs import RequestState, failed_output
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.telemetry import Snapshot, WaitingRoom
+
+PAUSE_SECONDS = 0.02  # how long a step waits if all requests wait for a change of the plan
 
 
 class SyncEngine:
-    """An engine whose caller adds requests, and calls `step` until it is `idle`.
+    """An engine whose caller adds requests, and calls `step` until it is `idle`. It is also an `InstanceSet`.
 
-    One thread at a time may use it. Only `StepLoop.call` is thread-safe.
+    One thread at a time may use it. Only `StepLoop.call` and the methods of `InstanceSet` are for other threads.
     """
 
     def __init__(
         self,
-        instances: Sequence[StepLoop],
+        instances: Mapping[str, StepLoop],
         info: ModelInfo,
         tokenizer: Tokenizer | None,
         clock: Clock,
         *,
         grammars: GrammarCompiler | None = None,
+        route: RouteOf | None = None,
+        max_model_len: Callable[[], int] | None = None,
         on_close: Callable[[], None] = lambda: None,
     ):
-        self.instances = list(instances)
-        self.info = info
+        """`route` and `max_model_len` say what instances hold now and at best, as for `Directory`."""
         self.tokenizer = tokenizer
         self._clock = clock
         self._grammars = grammars
         self._on_close = on_close
         self._ids = itertools.count()
-        self._owners: dict[str, StepLoop] = {}
+        self._loops = dict(instances)  # never changed, but replaced
+        self._directory: Directory[None] = Directory(
+            info,
+            tokenizer,
+            clock,
+            instances,
+            route=route,
+            max_model_len=max_model_len,
+            rejected=next(iter(instances.values())).core.metrics.rejected,
+        )
+        self._outputs: list[RequestOutput] = []  # that the next step returns
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for between two steps
+        self._changed = threading.Event()  # set when requests that wait may have found an instance
         self._turn = threading.Lock()  # held while instances change
-        for steps in self.instances:
+        for steps in instances.values():
             steps.wake = self._run_calls
+
+    @property
+    def info(self) -> ModelInfo:
+        """The facts about the model, with the limits as they are now."""
+        return self._directory.info
 
     def add(self, prompt: Prompt, params: SamplingParams, *, embed: bool = False, stream: bool = True) -> str:
         """Accept a request and return its id. Raise `RequestError` or `QueueFull`."""
@@ -64,64 +90,163 @@ class SyncEngine:
         return Request(request_id, token_ids, params, arrival, prompt=text, embed=embed, stream=stream, grammar=grammar)
 
     def has_room(self, request: Request) -> bool:
-        """Return whether the queue has room for a request, as `EngineCore.has_room`."""
-        return self._least_loaded.core.has_room(request)
+        """Return whether the queue that a request would join has room, as `EngineCore.has_room`."""
+        name = self._directory.instance_for(request)
+        return self._directory.has_room(request) if name is None else self._loops[name].core.has_room(request)
 
     def accept(self, request: Request) -> None:
         """Accept a request. Raise `RequestError` or `QueueFull`."""
         with self._turn:
-            owner = self._least_loaded
-            owner.add(request)
-            self._owners[request.id] = owner
+            entry = self._directory.add(request, None)
+            if entry.instance is not None:
+                try:
+                    self._send(entry)
+                except BaseException:
+                    self._directory.end(entry)
+                    raise
         self._run_calls()
 
     def abort(self, request_id: str) -> None:
         """End a request and free its pages. Unknown ids are ignored."""
         with self._turn:
-            owner = self._owners.pop(request_id, None)
-            if owner is not None:
-                owner.core.abort(request_id, now=self._clock.now())
+            self._outputs = [output for output in self._outputs if output.request_id != request_id]
+            entry = self._directory.get(request_id)
+            if entry is not None:
+                self._directory.end(entry)
+            for steps in self._loops.values():
+                if request_id in steps.core.request_ids:
+                    steps.core.abort(request_id, now=self._clock.now())
         self._run_calls()
 
     def step(self) -> list[RequestOutput]:
         """Step every instance that has work, and return the new outputs."""
-        outputs: list[RequestOutput] = []
         with self._turn:
-            for steps in self.instances:
-                if not steps.idle:
-                    outputs += steps.step()
-            for output in outputs:
-                if output.finished:
-                    self._owners.pop(output.request_id, None)
+            self._changed.clear()
+            working = [steps for steps in self._loops.values() if not steps.idle]
+            for steps in working:
+                self._take(steps.step())
+                self._leave(steps.core.take_outgrown())
+            outputs, self._outputs = self._outputs, []
         self._run_calls()
+        if not (working or outputs or self.idle):
+            self._changed.wait(PAUSE_SECONDS)
         return outputs
 
     def settle(self) -> None:
         """Wait until the executors have compiled everything that they prepare in the background."""
-        for steps in self.instances:
+        for steps in self._loops.values():
             steps.executor.settle()
 
     @property
     def idle(self) -> bool:
-        """True if no instance has a request or a step in flight."""
-        return all(steps.idle for steps in self.instances)
+        """True if no request waits, no instance has a request or a step in flight, and no output is to be returned."""
+        return not (self._directory or self._outputs) and all(steps.idle for steps in self._loops.values())
+
+    def snapshots(self) -> dict[str, Snapshot]:
+        """Return the state of each instance by its name."""
+        return {name: steps.core.snapshot for name, steps in self._loops.items()}
+
+    def waiting_room(self) -> WaitingRoom:
+        """Return the state of the requests that no instance can hold now."""
+        return self._directory.waiting_room()
 
     def close(self) -> None:
         """Free the device."""
         self._on_close()
 
+    # -- instances that come and go, as `InstanceSet`
+
     @property
-    def _least_loaded(self) -> StepLoop:
-        return min(self.instances, key=lambda steps: steps.core.load)
+    def loops(self) -> Mapping[str, StepLoop]:
+        return self._loops
+
+    @contextmanager
+    def stopped(self, names: Collection[str]) -> Iterator[None]:
+        if not self._turn.acquire(timeout=STALL_SECONDS):
+            raise EngineFailed(f"the engine has not ended its step for {STALL_SECONDS:.0f} s")
+        try:
+            for name in names:
+                self._loops[name].run_calls()
+                self._take(self._loops[name].drain())
+            yield
+        finally:
+            self._turn.release()
+            self.reroute()
+
+    def replace(self, before: Collection[str], after: Mapping[str, StepLoop]) -> None:
+        ending = [self._loops[name] for name in before]
+        self._loops = {name: steps for name, steps in self._loops.items() if name not in before} | dict(after)
+        for steps in after.values():
+            steps.wake = self._run_calls
+        _, lost = self._directory.moved(before, {name: steps.core.request_ids for name, steps in self._loops.items()})
+        self._directory.follow(self._loops)
+        for entry in lost:
+            self._end(entry, lost_request(entry.request))
+        show_metrics(ending, after.values())
+
+    def place(self, states: Iterable[RequestState]) -> None:
+        self._leave(states)
+        self._run_calls()
+
+    def reroute(self) -> None:
+        def follow() -> None:
+            self._directory.follow(self._loops)
+            self._send_waiting()
+
+        self._calls.put(follow)
+        self._run_calls()
+
+    def _leave(self, states: Iterable[RequestState]) -> None:
+        for state in states:
+            self._directory.leave(state)
+            self._calls.put(self._send_waiting)
+
+    def _send_waiting(self) -> None:
+        """Give the waiting requests that an instance can hold now to it, and end those that none will ever hold."""
+        found, hopeless = self._directory.take_waiting()
+        for entry in found:
+            try:
+                self._send(entry)
+            except JaxserveError as error:
+                self._end(entry, error)
+        for entry, item in hopeless:
+            self._end(entry, item)
+        self._changed.set()
+
+    def _send(self, entry: Entry[None]) -> None:
+        assert entry.instance is not None
+        steps = self._loops[entry.instance]
+        if entry.state is None:
+            steps.add(entry.request, self.info, accepted=entry.accepted)
+        else:
+            steps.core.attach([entry.state], None, self._clock.now())
+        entry.pending, entry.accepted, entry.state = False, True, None
+
+    def _take(self, outputs: list[RequestOutput]) -> None:
+        """Return outputs with the next step, and forget the requests that have ended."""
+        self._outputs += outputs
+        for output in outputs:
+            if output.finished and (entry := self._directory.get(output.request_id)) is not None:
+                self._directory.end(entry)
+
+    def _end(self, entry: Entry[None], item: RequestOutput | JaxserveError) -> None:
+        self._directory.end(entry)
+        self._outputs.append(item if isinstance(item, RequestOutput) else failed_output(entry.request, item))
 
     def _run_calls(self) -> None:
         """Run the functions that wait to run between two steps, unless a step is in progress.
 
         A step ends with a call of this method, because no further step may follow it.
         """
-        while any(steps.has_calls for steps in self.instances) and self._turn.acquire(blocking=False):
+        while self._has_calls and self._turn.acquire(blocking=False):
             try:
-                for steps in self.instances:
+                for steps in tuple(self._loops.values()):
                     steps.run_calls()
+                while not self._calls.empty():
+                    self._calls.get()()
             finally:
                 self._turn.release()
+
+    @property
+    def _has_calls(self) -> bool:
+        return not self._calls.empty() or any(steps.has_calls for steps in self._loops.values())

@@ -5,7 +5,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.engine.client import EngineClient
-from jaxserve.telemetry import KVCapacity, Snapshot, combine
+from jaxserve.telemetry import KVCapacity, Snapshot
 
 API = "/v1/"
 
@@ -30,17 +30,23 @@ class InFlight:
 
 def load_of(client: EngineClient, in_flight: int) -> dict[str, Any]:
     """Return the load as data for JSON. KV capacities are None for an engine without a control plane."""
-    snapshots, control = client.snapshots(), client.control
-    capacities = [] if control is None else list(control.state().capacities)
+    instances, control, waiting = client.instances(), client.control, client.waiting_room()
+    capacities = {} if control is None else control.state().capacities
     load = {
         "server_load": in_flight,
-        **_figures(combine(snapshots), KVCapacity.total(capacities) if capacities else None),
+        **_figures(client.snapshot(), KVCapacity.total(capacities.values()) if capacities else None),
+        "waiting_room": {
+            "requests": waiting.count,
+            "tokens": waiting.tokens,
+            "longest_tokens": waiting.longest,
+            "oldest_seconds": waiting.oldest_wait,
+        },
         "policy": None if control is None else control.policy_in_force()["policy"],
     }
-    if len(snapshots) > 1:
-        each = zip(snapshots, capacities or [None] * len(snapshots), strict=True)
+    if len(instances) > 1:
         load["instances"] = [
-            {"engine": str(index), **_figures(snapshot, capacity)} for index, (snapshot, capacity) in enumerate(each)
+            {"engine": str(i.engine), "instance": i.name, **_figures(i.snapshot, capacities.get(i.name))}
+            for i in instances
         ]
     return load
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.request import Request, RequestMetrics
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.scheduler.routing import LeastLoaded
+from jaxserve.scheduler.routing import Route, Router
 from jaxserve.sim.instance import Refused, SimInstance
 
 
@@ -90,7 +90,8 @@ class Simulation:
         self.instances = instances
         self._clock, self._frontend = clock, frontend or Frontend()
         self._control, self._linger = control, linger
-        self._router = LeastLoaded(len(instances))
+        longest = [instance.core.info.max_model_len for instance in instances]
+        self._router = Router(Route(str(index), length) for index, length in enumerate(longest))
         self._order = count()  # of events at equal times
         # A heap of (time, order, the instance's index or the request that the event is about).
         self._events: list[tuple[float, int, int | _InFlight]] = []
@@ -167,7 +168,7 @@ class Simulation:
     def _send(self, sent: _InFlight) -> None:
         request = sent.request
         if sent.instance < 0:
-            sent.instance = self._router.take(request.input_tokens)
+            sent.instance = self._route(request)
             if delay := self._frontend.stream * self.instances[sent.instance].running:
                 heapq.heappush(self._events, (self._clock.time + delay, next(self._order), sent))
                 return
@@ -176,6 +177,11 @@ class Simulation:
         self.instances[sent.instance].submit(
             Request(str(sent.index), prompt, params, arrival=self._clock.time, stream=False)
         )
+
+    def _route(self, request: SimRequest) -> int:
+        tokens = request.input_tokens
+        name = self._router.take(tokens, tokens + request.output_tokens)
+        return int(name or self._router.take(tokens, 0) or 0)  # any instance refuses a request that is too long
 
     def _prompt(self, request: SimRequest) -> tuple[int, ...]:
         if request.prompt is not None:
@@ -191,7 +197,7 @@ class Simulation:
 
     def _end(self, request_id: str, error: str | None, times: RequestMetrics | None) -> Answered:
         sent = self._in_flight.pop(request_id)
-        self._router.ended(sent.instance, sent.request.input_tokens)
+        self._router.ended(str(sent.instance), sent.request.input_tokens)
         if times is None:
             return Answered(sent.index, sent.request, sent.instance, error=error)
         return Answered(

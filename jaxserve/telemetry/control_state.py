@@ -1,6 +1,6 @@
 """What the control plane knows about an engine, as metrics and load reports show it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 
@@ -13,7 +13,7 @@ class KVCapacity:
     max_seconds: float  # that the changes are estimated to take once the policy has decided on them
 
     @classmethod
-    def total(cls, capacities: Sequence["KVCapacity"]) -> "KVCapacity":
+    def total(cls, capacities: Collection["KVCapacity"]) -> "KVCapacity":
         """Return the capacity of several instances, which change at the same time."""
         return cls(
             sum(capacity.tokens for capacity in capacities),
@@ -26,5 +26,5 @@ class KVCapacity:
 class ControlState:
     """The state of a control plane; empty for an engine without one."""
 
-    capacities: Sequence[KVCapacity] = ()  # of the instances in order
+    capacities: Mapping[str, KVCapacity] = field(default_factory=dict)  # by instance
     decisions: Mapping[tuple[str, ...], int] = field(default_factory=dict)  # ended ones, by policy and outcome

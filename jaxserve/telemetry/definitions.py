@@ -36,6 +36,7 @@ CAPACITY_GAUGES = {
     "kv_capacity_max_tokens": "Tokens that the KV pages would hold after all changes that the policy may make.",
     "kv_capacity_max_seconds": "Seconds that the changes to kv_capacity_max_tokens are estimated to take.",
 }
+INSTANCE_INFO = ("instance_info", "instance", "The name of the instance whose number is the label engine.")
 INFO = ("cache_config_info", "How the KV cache is set up.")
 COUNTERS = {
     "num_preemptions": "Sequences preempted.",
@@ -68,6 +69,12 @@ HISTOGRAMS = {
 
 # -- of the engine as a whole
 
+WAITING_ROOM_GAUGES = {  # name: (field of `WaitingRoom`, help)
+    "waiting_room_requests": ("count", "Requests that no instance can hold before the plan changes."),
+    "waiting_room_tokens": ("tokens", "Prompt tokens of the requests in the waiting room."),
+    "waiting_room_longest_tokens": ("longest", "Tokens that an instance must hold to serve all of these requests."),
+    "waiting_room_oldest_seconds": ("oldest_wait", "Seconds since the arrival of the first of these requests."),
+}
 ENGINE_COUNTERS = {  # name: (labels, help)
     "admission_rejections": (("reason",), "Requests refused at admission by reason."),
     "compilations": (("tier",), "Executables compiled by tier."),

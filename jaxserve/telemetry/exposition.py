@@ -20,15 +20,18 @@ from jaxserve.telemetry.definitions import (
     GAUGES,
     HISTOGRAMS,
     INFO,
+    INSTANCE_INFO,
     LABELLED_GAUGES,
     SUCCESS,
     TRANSITION_SECONDS,
     VLLM_NAMES,
+    WAITING_ROOM_GAUGES,
 )
-from jaxserve.telemetry.snapshot import Snapshot
+from jaxserve.telemetry.snapshot import Snapshot, WaitingRoom
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+Labels = tuple[str, ...]
 State = tuple[Sequence[tuple[str, float]], float]  # of a histogram: cumulative buckets, and the sum
 
 
@@ -36,7 +39,8 @@ State = tuple[Sequence[tuple[str, float]], float]  # of a histogram: cumulative 
 class InstanceFigures:
     """The values of an instance at one moment, by the names of `definitions`."""
 
-    snapshot: Snapshot
+    name: str
+    snapshot: Snapshot | None  # None: it has ended
     counters: Mapping[str, int]
     success: Mapping[str, int]  # by the reason of the end
     histograms: Mapping[str, State]
@@ -48,10 +52,11 @@ class EngineFigures:
 
     model_name: str
     cache_config: Callable[[int], Mapping[str, object]]  # labels of the KV cache, from its number of pages
-    instances: Mapping[int, InstanceFigures]
+    instances: Sequence[InstanceFigures]  # by number
+    waiting_room: WaitingRoom
     counters: Mapping[str, Mapping[tuple[str, ...], int]]
     transition_seconds: Mapping[str, State]  # by kind
-    capacities: Sequence[KVCapacity]  # of the instances in order; () if they are unknown
+    capacities: Mapping[str, KVCapacity]  # by instance; {} if they are unknown
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,15 @@ def gauges(snapshot: Snapshot) -> dict[str, float]:
     }
 
 
+def labelled_gauges(snapshot: Snapshot) -> dict[str, Mapping[str, float]]:
+    """Return the values of `LABELLED_GAUGES` for a snapshot, by the values of their labels."""
+    capacity = snapshot.num_waiting - snapshot.num_deferred
+    return {
+        "num_requests_waiting_by_reason": {"capacity": capacity, "deferred": snapshot.num_deferred},
+        "layers_by_precision": snapshot.layers_by_precision,
+    }
+
+
 def names(name: str, prefix: MetricsPrefix) -> list[str]:
     """Return the names under which a metric is shown."""
     own, vllm = f"jaxserve_{name}", [f"vllm:{known}" for known in VLLM_NAMES.get(name, ())]
@@ -107,7 +121,10 @@ class _Page(Collector):
 
     def __init__(self, figures: EngineFigures, prefix: MetricsPrefix):
         self._figures, self._prefix = figures, prefix
-        self._instances = [((figures.model_name, str(i)), values) for i, values in figures.instances.items()]
+        self._instances = [((figures.model_name, str(i)), values) for i, values in enumerate(figures.instances)]
+        self._present = [
+            (labels, values.name, values.snapshot) for labels, values in self._instances if values.snapshot is not None
+        ]
 
     def collect(self) -> Iterable[Metric]:
         for series in (*self._gauges(), *self._counters(), *self._histograms()):
@@ -116,48 +133,49 @@ class _Page(Collector):
         for name in names(INFO[0], self._prefix):
             yield self._info(name)
 
-    def _of_instances(self, kind: type[Any], name: str, text: str, values: Iterable[tuple[Any, ...]]) -> _Series:
-        """Return a metric with one sample for each instance, in order, made from the arguments `values`."""
-        samples = [(labels, value) for (labels, _), value in zip(self._instances, values, strict=False)]
+    def _of_instances(
+        self, kind: type[Any], name: str, text: str, samples: Iterable[tuple[Labels, tuple[Any, ...]]]
+    ) -> _Series:
+        """Return a metric with one sample for each instance, made from its labels and the arguments of the sample."""
         return _Series(kind, name, text, ("model_name", "engine"), samples)
 
     def _by_label(
-        self, kind: type[Any], name: str, label: str, text: str, values: Iterable[Mapping[str, float]]
+        self, kind: type[Any], name: str, label: str, text: str, values: Iterable[tuple[Labels, Mapping[str, float]]]
     ) -> _Series:
-        """Return a metric with samples for each instance, in order, by the values of a label."""
-        samples = [
-            ((*labels, key), (value,))
-            for (labels, _), by_key in zip(self._instances, values, strict=True)
-            for key, value in by_key.items()
-        ]
+        """Return a metric with samples for each instance by the values of a label."""
+        samples = [((*labels, key), (value,)) for labels, by_key in values for key, value in by_key.items()]
         return _Series(kind, name, text, ("model_name", "engine", label), samples)
 
     def _gauges(self) -> Iterator[_Series]:
-        snapshots = [figures.snapshot for _, figures in self._instances]
-        shown = list(map(gauges, snapshots))
+        shown = [(labels, gauges(snapshot)) for labels, _, snapshot in self._present]
         for name, text in GAUGES.items():
-            yield self._of_instances(GaugeMetricFamily, name, text, [(values[name],) for values in shown])
-        labelled: dict[str, list[Mapping[str, float]]] = {
-            "num_requests_waiting_by_reason": [
-                {"capacity": seen.num_waiting - seen.num_deferred, "deferred": seen.num_deferred} for seen in snapshots
-            ],
-            "layers_by_precision": [seen.layers_by_precision for seen in snapshots],
-        }
+            samples = [(labels, (values[name],)) for labels, values in shown]
+            yield self._of_instances(GaugeMetricFamily, name, text, samples)
         for name, (label, text) in LABELLED_GAUGES.items():
-            yield self._by_label(GaugeMetricFamily, name, label, text, labelled[name])
+            labelled = [(labels, labelled_gauges(snapshot)[name]) for labels, _, snapshot in self._present]
+            yield self._by_label(GaugeMetricFamily, name, label, text, labelled)
         for name, text in CAPACITY_GAUGES.items():
-            field = name.removeprefix("kv_capacity_")
-            capacities = [(getattr(capacity, field),) for capacity in self._figures.capacities]
-            yield self._of_instances(GaugeMetricFamily, name, text, capacities)
+            field, capacities = name.removeprefix("kv_capacity_"), self._figures.capacities
+            samples = [
+                (labels, (getattr(capacities[instance], field),))
+                for labels, instance, _ in self._present
+                if instance in capacities
+            ]
+            yield self._of_instances(GaugeMetricFamily, name, text, samples)
+        for name, (field, text) in WAITING_ROOM_GAUGES.items():
+            value = getattr(self._figures.waiting_room, field)
+            yield _Series(GaugeMetricFamily, name, text, ("model_name",), [((self._figures.model_name,), (value,))])
+        name, label, text = INSTANCE_INFO
+        named = [(labels, {instance: 1.0}) for labels, instance, _ in self._present]
+        yield self._by_label(GaugeMetricFamily, name, label, text, named)
 
     def _counters(self) -> Iterator[_Series]:
         for name, text in COUNTERS.items():
-            values = [(figures.counters[name],) for _, figures in self._instances]
-            yield self._of_instances(CounterMetricFamily, name, text, values)
+            counted = [(labels, (figures.counters[name],)) for labels, figures in self._instances]
+            yield self._of_instances(CounterMetricFamily, name, text, counted)
         name, label, text = SUCCESS
-        yield self._by_label(
-            CounterMetricFamily, name, label, text, [figures.success for _, figures in self._instances]
-        )
+        ended = [(labels, figures.success) for labels, figures in self._instances]
+        yield self._by_label(CounterMetricFamily, name, label, text, ended)
         model = self._figures.model_name
         for name, (labels, text) in ENGINE_COUNTERS.items():
             samples = [((model, *values), (count,)) for values, count in self._figures.counters[name].items()]
@@ -165,7 +183,7 @@ class _Page(Collector):
 
     def _histograms(self) -> Iterator[_Series]:
         for name, (_, text) in HISTOGRAMS.items():
-            states = [figures.histograms[name] for _, figures in self._instances]
+            states = [(labels, figures.histograms[name]) for labels, figures in self._instances]
             yield self._of_instances(HistogramMetricFamily, name, text, states)
         name, text = TRANSITION_SECONDS
         model = self._figures.model_name
@@ -176,8 +194,8 @@ class _Page(Collector):
         """Return the metric whose labels describe the KV cache. vLLM's has no label for the model."""
         model = {} if name.startswith("vllm:") else {"model_name": self._figures.model_name}
         family = GaugeMetricFamily(name, INFO[1])
-        for (_, engine), figures in self._instances:
-            cache = self._figures.cache_config(figures.snapshot.kv_pages_total)
+        for (_, engine), _, snapshot in self._present:
+            cache = self._figures.cache_config(snapshot.kv_pages_total)
             labels = model | {"engine": engine} | {label: str(value) for label, value in cache.items()}
             family.add_sample(name, labels, 1)
         return family

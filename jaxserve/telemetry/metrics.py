@@ -13,16 +13,23 @@ from jaxserve.telemetry.control_state import ControlState
 from jaxserve.telemetry.definitions import COUNTERS, ENGINE_COUNTERS, HISTOGRAMS, TIME_BOUNDS
 from jaxserve.telemetry.exposition import EngineFigures, InstanceFigures, render
 from jaxserve.telemetry.histogram import Histogram
-from jaxserve.telemetry.snapshot import Snapshot
+from jaxserve.telemetry.snapshot import Snapshot, WaitingRoom
 
 
 class InstanceMetrics:
-    """Metrics of one instance of an engine. Every method may be called from any thread."""
+    """Metrics of one instance of an engine. Every method may be called from any thread.
 
-    def __init__(self, rejected: Callable[[str], None]):
-        """`rejected` counts a request of any instance that was refused at admission, by its reason."""
+    When the instance has ended, another one may go on with the counters, which never go down.
+    """
+
+    def __init__(self, number: int, name: str, rejected: Callable[[str], None]):
+        """`number`: the label `engine` of the metrics. `name`: of the instance.
+
+        `rejected` counts a request of any instance that was refused at admission, by its reason.
+        """
+        self.number, self.name = number, name
         self.rejected = rejected
-        self._snapshot: Callable[[], Snapshot] = Snapshot
+        self._snapshot: Callable[[], Snapshot] | None = Snapshot
         self._lock = threading.Lock()
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._success = {reason.value: 0 for reason in FinishReason}
@@ -35,6 +42,15 @@ class InstanceMetrics:
     def follow(self, snapshot: Callable[[], Snapshot]) -> None:
         """Let the gauges show what `snapshot` returns when they are scraped."""
         self._snapshot = snapshot
+
+    def end(self) -> None:
+        """Show no gauges from now on, because the instance has ended."""
+        self._snapshot = None
+
+    @property
+    def ended(self) -> bool:
+        """True from `end` until the next `follow`."""
+        return self._snapshot is None
 
     def prompt_tokens(self, count: int, cached: int = 0) -> None:
         """Count the prompt tokens of a request whose prompt is complete; the prefix cache had `cached` of them."""
@@ -120,7 +136,8 @@ class InstanceMetrics:
         with self._lock:
             counters, success = dict(self._counters), dict(self._success)
         histograms = {name: histogram.state() for name, histogram in self._histograms.items()}
-        return InstanceFigures(self._snapshot(), counters, success, histograms)
+        snapshot = self._snapshot
+        return InstanceFigures(self.name, None if snapshot is None else snapshot(), counters, success, histograms)
 
     def _add(self, name: str, count: int) -> None:
         with self._lock:
@@ -143,15 +160,33 @@ class EngineMetrics:
         self.model_name = model_name
         self._cache_config, self._prefix = cache_config, prefix
         self._control: Callable[[], ControlState] = ControlState
-        self._instances: dict[int, InstanceMetrics] = {}
+        self._waiting_room: Callable[[], WaitingRoom] = WaitingRoom
+        self._instances: list[InstanceMetrics] = []  # by number
         self._lock = threading.Lock()
         self._counters: dict[str, dict[tuple[str, ...], int]] = {name: {} for name in ENGINE_COUNTERS}
         self._transition_seconds: dict[str, Histogram] = {}
 
-    def instance(self, index: int = 0) -> InstanceMetrics:
-        """Return the metrics of an instance, which the label `engine` distinguishes."""
+    def instance(self, name: str = "0") -> InstanceMetrics:
+        """Return the metrics of an instance. A new one gets the lowest number that no present instance has.
+
+        The number is the label `engine`. There are thus no more series than instances at any one time, however many
+        have come and gone.
+        """
         with self._lock:
-            return self._instances.setdefault(index, InstanceMetrics(self.rejected))
+            for metrics in self._instances:
+                if metrics.name == name and not metrics.ended:
+                    return metrics
+            for metrics in self._instances:
+                if metrics.ended:
+                    metrics.name = name
+                    metrics.follow(Snapshot)
+                    return metrics
+            self._instances.append(InstanceMetrics(len(self._instances), name, self.rejected))
+            return self._instances[-1]
+
+    def follow_waiting_room(self, state: Callable[[], WaitingRoom]) -> None:
+        """Show what `state` returns when the metrics are scraped: the requests that no instance can hold now."""
+        self._waiting_room = state
 
     def follow_control(self, state: Callable[[], ControlState]) -> None:
         """Show what `state` returns when the metrics are scraped: KV capacities and decisions."""
@@ -177,13 +212,14 @@ class EngineMetrics:
         control = self._control()
         with self._lock:
             counters: dict[str, Mapping[tuple[str, ...], int]] = {n: dict(c) for n, c in self._counters.items()}
-            seconds, instances = dict(self._transition_seconds), dict(self._instances)
+            seconds, instances = dict(self._transition_seconds), list(self._instances)
         counters["decisions"] = control.decisions
         return render(
             EngineFigures(
                 model_name=self.model_name,
                 cache_config=self._cache_config,
-                instances={index: instance.figures() for index, instance in sorted(instances.items())},
+                instances=[instance.figures() for instance in instances],
+                waiting_room=self._waiting_room(),
                 counters=counters,
                 transition_seconds={kind: histogram.state() for kind, histogram in seconds.items()},
                 capacities=control.capacities,

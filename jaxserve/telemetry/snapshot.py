@@ -126,8 +126,8 @@ _ADDED = tuple(f.name for f in fields(Snapshot) if f.name not in _LARGEST + _APA
 
 def combine(snapshots: Sequence[Snapshot]) -> Snapshot:
     """Combine snapshots of several instances: sums, the latest time and plan version, the longest wait; no `recent`."""
-    if len(snapshots) == 1:
-        return snapshots[0]
+    if len(snapshots) <= 1:
+        return snapshots[0] if snapshots else Snapshot()
     layers: Counter[str] = Counter()
     for snapshot in snapshots:
         for precision, count in snapshot.layers_by_precision.items():

@@ -118,7 +118,7 @@ class Adapted:
         self._bytes_checked = bytes_checked
         self.built, self.actuator, self.start = built, built.actuators["0"], built.in_force.plan
         self.resources = built.resolved.resources(copy_rate=1e9)
-        self.engine = SyncEngine(built.instances, built.info, None, built.clock)
+        self.engine = SyncEngine(built.loops, built.info, None, built.clock)
         self.steps = built.instances[0]
         self.store = store_of(self.steps.executor)
         self.runs: dict[str, list[RequestRun]] = {}  # by request

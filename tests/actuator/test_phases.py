@@ -152,7 +152,7 @@ def test_close_after_a_commit_without_a_next_step_ends_the_thread(
     assert built.control is not None
     built.control.close()
     (steps,) = built.instances
-    engine = SyncEngine(built.instances, built.info, None, built.clock)
+    engine = SyncEngine(built.loops, built.info, None, built.clock)
     engine.add(TokensPrompt(prompt(1, 40)), GREEDY)
     for _ in range(3):
         engine.step()

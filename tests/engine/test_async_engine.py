@@ -15,7 +15,7 @@ from jaxserve.core.errors import EngineFailed, EngineStopped, PromptTooLong, Que
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TokensPrompt
-from tests.support.internals import instance_threads_of, wrap_take_commands
+from tests.support.internals import assert_no_record_left, instance_threads_of, wrap_take_commands
 from tests.support.reference import Reference
 
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
@@ -43,7 +43,7 @@ async def settled(engine: AsyncEngine) -> None:
     for thread in instance_threads_of(engine):
         assert thread.steps.idle
         assert thread.steps.core.scheduler.pages.used == 0
-        assert not thread.streams
+    assert_no_record_left(engine)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 
 
 
 def sync_engine(built: BuiltEngine) -> SyncEngine:
-    return SyncEngine(built.instances, built.info, None, built.clock)
+    return SyncEngine(built.loops, built.info, None, built.clock)
 
 
 def run(engine: SyncEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[tuple[int, ...]]:

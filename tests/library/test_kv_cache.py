@@ -98,7 +98,7 @@ def test_int8_cache_split_over_devices_gives_the_same_answers(
 
 def test_serving_with_an_int8_cache_compiles_nothing(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, max_num_batched_tokens=8 + 64, **OPTIONS))
-    engine, before = SyncEngine(built.instances, built.info, None, built.clock), dict(built.compilations.counts)
+    engine, before = SyncEngine(built.loops, built.info, None, built.clock), dict(built.compilations.counts)
     assert before["block"] > 0
     for p in PROMPTS:
         engine.add(TokensPrompt(tuple(p)), PARAMS)

@@ -38,7 +38,7 @@ class Resized:
         self.held: list[int] = []  # pages that no request gets
         self.canary = Canary(steps, self.held) if watched else None
         self.pages, self.scheduler, self.executor = steps.core.scheduler.pages, steps.core.scheduler, steps.executor
-        self.engine = SyncEngine(built.instances, built.info, None, built.clock)
+        self.engine = SyncEngine(built.loops, built.info, None, built.clock)
         self.moved = 0
 
     def resize(self, pages: int) -> None:

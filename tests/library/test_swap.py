@@ -47,7 +47,7 @@ class Swapped:
         self.built = built
         (steps,) = built.instances
         self.core, self.executor, self.canary = steps.core, steps.executor, Canary(steps)
-        self.engine = SyncEngine(built.instances, built.info, None, built.clock)
+        self.engine = SyncEngine(built.loops, built.info, None, built.clock)
         self.precisions = list(built.resolved.plan.instances[0].layer_precisions)
 
     def swap(self, layer: int, precision: str) -> None:

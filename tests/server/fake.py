@@ -12,10 +12,10 @@ from tokenizers import Tokenizer as HfTokenizer, decoders, models, pre_tokenizer
 from jaxserve.core.errors import EngineFailed, EngineStopped, QueueFull
 from jaxserve.core.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs, TraceContext
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.engine.client import ControlClient, ModelInfo, Prompt, TokensPrompt
+from jaxserve.engine.client import ControlClient, InstanceState, ModelInfo, Prompt, TokensPrompt
 from jaxserve.engine.limits import check_params, check_prompt
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.telemetry import EngineMetrics, Snapshot
+from jaxserve.telemetry import EngineMetrics, Snapshot, WaitingRoom
 
 END = "<|end|>"
 
@@ -122,8 +122,11 @@ class FakeClient:
         finally:
             self.active.discard(request_id)
 
-    def snapshots(self) -> list[Snapshot]:
-        return [self.snapshot()]
+    def instances(self) -> list[InstanceState]:
+        return [InstanceState("0", 0, self.snapshot())]
+
+    def waiting_room(self) -> WaitingRoom:
+        return WaitingRoom()
 
     def snapshot(self) -> Snapshot:
         return Snapshot(num_running=len(self.active), kv_pages_total=100, kv_pages_used=len(self.active))

@@ -173,7 +173,7 @@ class FakeControl:
 
     def state(self) -> ControlState:
         tokens, most = (16 * pages(layers) for layers in (int4_layers(self.now()), len(ORDER)))
-        return ControlState([KVCapacity(tokens, most, 0.04)])
+        return ControlState({"0": KVCapacity(tokens, most, 0.04)})
 
     def decisions(self, limit: int) -> list[dict[str, Any]]:
         return decisions_until(self.now())[-limit:]

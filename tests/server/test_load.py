@@ -8,9 +8,10 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from jaxserve.engine.client import InstanceState
 from jaxserve.server.app import create_app
 from jaxserve.server.settings import ServerSettings
-from jaxserve.telemetry import ControlState, KVCapacity, Snapshot
+from jaxserve.telemetry import ControlState, KVCapacity, Snapshot, combine
 from tests.server.fake import FakeClient
 from tests.server.fake_control import FakeControl
 from tests.server.serving import serving
@@ -28,9 +29,10 @@ def load(client: FakeClient) -> dict:
 def engine(*snapshots: Snapshot, capacities: list[KVCapacity]) -> FakeClient:
     """Return an engine of several instances."""
     control = FakeControl()
-    control.state = lambda: ControlState(capacities)
+    control.state = lambda: ControlState({str(number): capacity for number, capacity in enumerate(capacities)})
     client = FakeClient(control=control)
-    client.snapshots = lambda: list(snapshots)
+    client.instances = lambda: [InstanceState(str(i), i, snapshot) for i, snapshot in enumerate(snapshots)]
+    client.snapshot = lambda: combine(snapshots)
     return client
 
 
@@ -45,6 +47,7 @@ def test_load_of_one_instance():
         "kv_capacity_max_tokens": 9600,
         "kv_capacity_max_seconds": 0.5,
         "plan_version": 4,
+        "waiting_room": {"requests": 0, "tokens": 0, "longest_tokens": 0, "oldest_seconds": 0.0},
         "policy": "morph",
     }
 

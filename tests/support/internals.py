@@ -27,7 +27,7 @@ def engine_of(llm: Any) -> SyncEngine:
 
 def instances_of(llm: Any) -> list[StepLoop]:
     """Return the step loops of an `LLM`, one for each instance."""
-    return engine_of(llm).instances
+    return list(engine_of(llm).loops.values())
 
 
 def core_of(llm: Any) -> EngineCore:
@@ -53,13 +53,21 @@ def requests_in(core: Any) -> Mapping[str, Any]:
 def assert_no_request_left(llm: Any) -> None:
     """Fail if an `LLM` of one instance still holds anything of a request."""
     engine, worker = engine_of(llm), call_thread_of(llm)._worker
-    (steps,) = engine.instances
+    (steps,) = engine.loops.values()
     assert engine.idle
-    assert engine._owners == {}
+    assert_no_record_left(engine)
     assert requests_in(steps.core) == {}
     assert steps.core.scheduler.pages.used == 0
     assert worker._jobs == []
     assert worker._owners == {}
+
+
+def assert_no_record_left(engine: Any) -> None:
+    """Fail if the directory of an engine still holds anything of a request."""
+    directory = engine._directory
+    assert len(directory) == 0
+    assert len(directory._queue) == directory._queue.tokens == 0
+    assert not directory._router._outstanding.any()
 
 
 def between_steps(engine: Any) -> AbstractContextManager[Any]:
@@ -74,7 +82,7 @@ def run_pending_calls(engine: Any) -> None:
 
 def instance_threads_of(engine: Any) -> list[Any]:
     """Return the threads of an `AsyncEngine`, one for each instance."""
-    return engine._threads
+    return list(engine._threads.values())
 
 
 def wrap_take_commands(thread: Any, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:

@@ -230,7 +230,7 @@ def test_counters_lose_nothing_between_threads(metrics, instance):
 
 
 def test_instances_have_series_of_their_own(metrics, instance):
-    other = metrics.instance(1)
+    other = metrics.instance("1")
     instance.generated_tokens(5)
     other.generated_tokens(7)
     other.follow(lambda: Snapshot(num_running=3))
@@ -242,8 +242,8 @@ def test_instances_have_series_of_their_own(metrics, instance):
 
 
 def test_control_plane_adds_its_capacities_and_decisions(metrics, instance):
-    metrics.instance(1)
-    capacities = [KVCapacity(320, 640, 0.5), KVCapacity(320, 320, 0.0)]
+    metrics.instance("1")
+    capacities = {"1": KVCapacity(320, 320, 0.0), "0": KVCapacity(320, 640, 0.5)}
     metrics.follow_control(lambda: ControlState(capacities, {("morph", "done"): 3}))
     samples = scrape(metrics)
     assert samples[("kv_capacity_tokens",)] == 320

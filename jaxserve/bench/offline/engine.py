@@ -41,7 +41,8 @@ class OfflineEngine:
         """Raise ConfigError, CheckpointError or MemoryBudgetError."""
         self._built = build(config)
         self._loops, self._records = zip(*map(timed, self._built.instances), strict=True)
-        self._engine = SyncEngine(self._loops, self._built.info, self._built.tokenizer, self._built.clock)
+        loops = dict(zip(self._built.loops, self._loops, strict=True))
+        self._engine = SyncEngine(loops, self._built.info, self._built.tokenizer, self._built.clock)
         # One thread for all runs: the first step of a new thread takes longer.
         self._thread = ThreadPoolExecutor(1, "jaxserve-steps")
 

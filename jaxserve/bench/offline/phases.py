@@ -45,7 +45,7 @@ def main() -> None:
             loop.executor.settle()  # saves what was compiled for the next start
     marks["compile"] = clock.now()
     executables = sum(built.compilations.counts.values())
-    engine = SyncEngine(built.instances, built.info, built.tokenizer, built.clock)
+    engine = SyncEngine(built.loops, built.info, built.tokenizer, built.clock)
     engine.add(TokensPrompt((3, 4, 5)), SamplingParams(max_tokens=1, ignore_eos=True))
     while not engine.idle:
         engine.step()

@@ -1,0 +1,67 @@
+"""The set of an engine's instances, which changes while requests are served."""
+
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from jaxserve.core.errors import EngineFailed
+from jaxserve.core.request import Request
+from jaxserve.engine.loop import StepLoop
+from jaxserve.engine.outputs import RequestState
+
+# Seconds after which an instance that does not come to the end of its step counts as stuck.
+STALL_SECONDS = 120.0
+
+
+class InstanceSet(Protocol):
+    """The instances of an engine, for whoever changes them. Methods may be called from any thread but the engine's.
+
+    A change is one `replace` inside `stopped`, between which requests are moved from core to core.
+    """
+
+    @property
+    def loops(self) -> Mapping[str, StepLoop]:
+        """The step loops of the present instances by name."""
+        ...
+
+    def stopped(self, names: Collection[str]) -> AbstractContextManager[None]:
+        """Return a context in which instances are between two steps, with no step on the device.
+
+        All outputs have been delivered. The instances, or those that replaced them, go on at its exit, and requests are
+        then routed by the plan in force. Raise `EngineFailed` if an instance does not stop in time, or `EngineStopped`
+        if the engine ends; all go on then. One thread at a time can have instances stopped; others wait for it.
+        """
+        ...
+
+    def replace(self, before: Collection[str], after: Mapping[str, StepLoop]) -> None:
+        """End some stopped instances, and add others. Requests have been moved between the cores before.
+
+        The new loops first step at the exit of `stopped`. A request of `before` that is neither in a core of the
+        present instances nor given to `place` ends with `EngineFailed`.
+        """
+        ...
+
+    def place(self, states: Iterable[RequestState]) -> None:
+        """Find instances for requests that have left their core, and let those wait that no instance can hold now.
+
+        Their keys and values are computed again. A sequence that no plan's instances can hold ends by its length.
+        """
+        ...
+
+    def reroute(self) -> None:
+        """Route by the plan in force from now on, also the requests that wait. Call it after a change of the plan."""
+        ...
+
+
+def lost_request(request: Request) -> EngineFailed:
+    """Return the error of a request that a change of the instances has lost."""
+    return EngineFailed(f"request {request.id} was lost when its instance ended")
+
+
+def show_metrics(ended: Iterable[StepLoop], begun: Iterable[StepLoop]) -> None:
+    """Let the metrics show the gauges of some instances, and no longer those of others."""
+    for steps in ended:
+        steps.core.metrics.end()
+    for steps in begun:
+        core = steps.core
+        core.metrics.follow(core.report)
