@@ -10,7 +10,7 @@ only the actuators have effects.
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count, islice
 
@@ -196,11 +196,17 @@ class Controller:
         """Return the consecutive failures of an instance."""
         return self._instances[instance].failures
 
-    def tick(self, now: float, snapshots: Mapping[str, Snapshot], waiting: WaitingRoom | None = None) -> None:
+    def tick(
+        self,
+        now: float,
+        snapshots: Mapping[str, Snapshot],
+        waiting: WaitingRoom | None = None,
+        longest: Callable[[str], int] = lambda name: 0,
+    ) -> None:
         """Take the outcomes of transitions, and ask the policy for every instance that is not changing.
 
-        `snapshots` are the latest ones of all instances by name, however old, and `waiting` is what no instance can
-        hold. Does nothing before the next tick is due.
+        `snapshots` are the latest ones of all instances by name, however old. `waiting` is what no instance can hold,
+        and `longest` as in `ServiceView`. Does nothing before the next tick is due.
         """
         if now < self._due:
             return
@@ -213,7 +219,9 @@ class Controller:
             if self._turn is not turn:  # the policy was changed while it was asked
                 return
         seen = {name: instance.seen for name, instance in self._instances.items()}
-        self._structure.tick(now, ServiceView(now, seen, waiting or WaitingRoom(), self._is_warm), self._instances)
+        self._structure.tick(
+            now, ServiceView(now, seen, waiting or WaitingRoom(), longest, self._is_warm), self._instances
+        )
         if now >= self._sample_due and self._turn is turn:
             self._sample_due = now + HISTORY_INTERVAL
             plan = self.plan

@@ -63,6 +63,7 @@ class ServiceView:
     time: float  # s
     snapshots: Mapping[str, Snapshot]  # by the name of the instance, with `recent` set
     waiting: WaitingRoom  # the requests that no instance can hold now
+    longest: Callable[[str], int]  # name of an instance -> tokens that the longest of its sequences needs
     is_warm: Callable[[InstancePlan], bool]  # whether all programs that an instance runs are compiled
 
 

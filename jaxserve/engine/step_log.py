@@ -26,7 +26,7 @@ from jaxserve.core.step_load import Loads, StepLoad
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import Work
 from jaxserve.engine.core import EngineCore
-from jaxserve.telemetry import Snapshot, WaitingRoom
+from jaxserve.telemetry import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -406,10 +406,10 @@ class LoggedController(Controller):
         self._log, self._logged = log, {name: LoggedActuator(actuator) for name, actuator in actuators.items()}
         super().__init__(in_force, policy, resources, self._logged, **timing)
 
-    def tick(self, now: float, snapshots: Mapping[str, Snapshot], waiting: WaitingRoom | None = None) -> None:
+    def tick(self, now: float, snapshots: Mapping[str, Snapshot], *service: Any, **options: Any) -> None:
         if now < self._due:
             return
-        super().tick(now, snapshots, waiting)
+        super().tick(now, snapshots, *service, **options)
         logged = self._logged.values()
         seen = [(snapshot.time, snapshot.plan_version) for snapshot in snapshots.values()]
         outcomes = [(outcome.error, outcome.seconds) for actuator in logged for outcome in actuator.outcomes]

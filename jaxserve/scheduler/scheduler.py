@@ -14,6 +14,7 @@ from jaxserve.core.numeric import ceil_div
 from jaxserve.core.request import Sequence, SequenceStatus
 from jaxserve.core.work import Chunk, Work
 from jaxserve.kvcache import PagePool, PageTable, page_hashes
+from jaxserve.scheduler.routing import tokens_needed
 from jaxserve.scheduler.waiting import WaitingQueue
 
 _order = attrgetter("order")
@@ -189,6 +190,15 @@ class Scheduler:
     def waiting_since(self) -> float | None:
         """The time at which the first waiting sequence was queued (its arrival or preemption), None if none waits."""
         return self._waiting.since
+
+    @property
+    def longest(self) -> int:
+        """Tokens that an instance must be able to hold for all of its sequences, as far as is known; 0 without any.
+
+        Read from any thread.
+        """
+        sequences = (*tuple(self.running), *tuple(self._waiting))
+        return max((max(len(s.tokens) + 1, tokens_needed(s.request)) for s in sequences), default=0)
 
     # -- sequences that change the scheduler
 

@@ -76,7 +76,6 @@ class Snapshot:
     gap_seconds: float = 0.0  # sum of these gaps
     busy_seconds: float = 0.0  # sum of the times that ended steps took
     expected_seconds: float = 0.0  # sum of the times that the cost model expected of the same steps; 0 without one
-    longest: int = 0  # tokens of the longest sequence, or what its request is known to need
     recent: Recent | None = None  # set only by `windows.Smoother`
 
     @property
@@ -119,7 +118,7 @@ class WaitingRoom:
 
 
 # Fields that `combine` does not add up.
-_LARGEST = ("time", "plan_version", "oldest_wait", "longest")
+_LARGEST = ("time", "plan_version", "oldest_wait")
 _APART = ("layers_by_precision", "first_tokens", "recent")
 _ADDED = tuple(f.name for f in fields(Snapshot) if f.name not in _LARGEST + _APART)
 

@@ -86,7 +86,7 @@ class TransformPolicy:
         needed: dict[str, float] = {}
         for instance in plan.instances:
             if instance.tp > smallest:
-                is_long = _seen(view, instance).longest > self._max_len(instance.tp // 2)
+                is_long = view.longest(instance.name) > self._max_len(instance.tp // 2)
                 needed[instance.name] = view.time if is_long else state.needed.get(instance.name, view.time)
         return replace(state, needed=needed)
 
@@ -181,7 +181,7 @@ class TransformPolicy:
             waiting = f", {seen.num_waiting} waiting" if seen.num_waiting else ""
             reason = f"instance {instance.name} splits when its KV usage is at most {self.settings.release_usage:.0%}: "
             return PlanProposal(plan, state, f"{reason}it is {usage:.0%}{waiting}")
-        count = self._parts(instance, state, seen.longest)
+        count = self._parts(instance, state, view.longest(instance.name))
         names = new_names(plan, count, state.names)
         whole = instance.with_kv_pages(instance.kv_pages // count * count)
         parts = [self._at_home(part, state) for part in split_plans(whole, names)]
