@@ -16,7 +16,8 @@ import jax
 log = logging.getLogger(__name__)
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # the name of the monitoring event
-BLOCK_TIER, FUSED_TIER = "block", "fused"
+# What an executable is compiled for: steps that run block by block, fused steps, or placements that no instance uses yet.
+BLOCK_TIER, FUSED_TIER, AHEAD_TIER = "block", "fused", "ahead"
 
 
 def default_cache_folder() -> Path:
@@ -69,21 +70,25 @@ def write_json(file: Path, value: Any, max_files: int) -> None:
 
 
 class CompileCounter:
-    """A counter of compilations by tier: the fused tier for those in `fusing_threads`, else the block tier."""
+    """A counter of compilations by tier: the block tier, except in threads that belong to another one."""
 
     def __init__(self, on_compile: Callable[[str], None] | None = None):
-        self.counts = {BLOCK_TIER: 0, FUSED_TIER: 0}
-        self.fusing_threads: set[int] = set()
+        self.counts = {BLOCK_TIER: 0, FUSED_TIER: 0, AHEAD_TIER: 0}
+        self._thread = threading.local()  # `tier`: that of a thread's compilations
         self._on_compile = on_compile
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration: float, **kwargs: object) -> None:
         if event != COMPILED:
             return
-        tier = FUSED_TIER if threading.get_ident() in self.fusing_threads else BLOCK_TIER
+        tier = getattr(self._thread, "tier", BLOCK_TIER)
         self.counts[tier] += 1
         if self._on_compile is not None:
             self._on_compile(tier)
+
+    def count_thread_as(self, tier: str) -> None:
+        """Count what the calling thread compiles from now on for another tier."""
+        self._thread.tier = tier
 
     def close(self) -> None:
         """Stop counting."""

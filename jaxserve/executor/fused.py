@@ -139,7 +139,7 @@ class FusedTier:
         self._ready.clear()
 
     def _mark_thread(self) -> None:
-        self._counter.fusing_threads.add(threading.get_ident())
+        self._counter.count_thread_as(FUSED_TIER)
 
     def _compile(self, key: StageKey, program: StageProgram, packed, carried, pools, leaves) -> None:
         # Results have the shardings of the arguments.
