@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from jaxserve.compilation.cache import CompileCounter
+from jaxserve.compilation.cache import FUSED_TIER, CompileCounter
 from jaxserve.compilation.programs import Compiler, Program, abstract, compile_threads
 from jaxserve.core.step_shapes import StepShape
 from jaxserve.kernels import Pool
