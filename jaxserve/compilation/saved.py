@@ -44,7 +44,8 @@ LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PJRT_NPROC")
 STRUCTURES: dict[str, type] = {AttentionMeta.__name__: AttentionMeta}  # named tuples that programs may return
 
-_last_key = threading.local()  # `value`: the key that this thread looked up last in JAX's cache
+# What this thread looked up last in JAX's cache: its `key`, and whether it was `found`.
+_last_look_up = threading.local()
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,11 @@ class SavedPrograms:
     def __init__(self, file: Path | None = None):
         self._file = file
         self._entries = {} if file is None else _read(file)
-        # Any executable of each program, which those of other devices are copied from.
+        # What this process has compiled, for executables of other devices. One that was loaded cannot be serialised
+        # again: it would lack functions.
         self._compiled: weakref.WeakValueDictionary[str, jax.stages.Compiled] = weakref.WeakValueDictionary()
         self._changed = False
-        if file is not None:
-            _record_cache_keys()
+        self._records = _attempt(_record_look_ups) is not None
 
     def abstract_results(self, signature: str, mesh: Mesh | None) -> Any:
         """Return the abstract results of a program on the devices of a mesh, or None if it cannot be loaded there."""
@@ -89,18 +90,18 @@ class SavedPrograms:
             return None
         loaded = _attempt(_load, entry, self._compiled.get(signature), arguments, mesh)
         if loaded is not None:
-            self._compiled.setdefault(signature, loaded)
             jax.monitoring.record_event_duration_secs(COMPILED, time.monotonic() - started)
         return loaded
 
     def compile(self, signature: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compile a program, so that it can be loaded for other devices and by later starts."""
-        _last_key.value = None
+        _last_look_up.key, _last_look_up.found = None, False
         compiled = lowered.compile()
-        entry = _attempt(_entry_of, _last_key.value, compiled)
+        entry = _attempt(_entry_of, _last_look_up.key, compiled) if self._records else None
         if entry is not None:
+            if not _last_look_up.found:
+                self._compiled[signature] = compiled
             self._entries[signature] = entry
-            self._compiled[signature] = compiled
             self._changed = True
         return compiled
 
@@ -206,20 +207,22 @@ def _read(file: Path) -> dict[str, Entry]:
         return {}
 
 
-def _record_cache_keys() -> None:
-    """Patch JAX's cache so that every thread records the key that it looks up."""
+def _record_look_ups() -> bool:
+    """Patch JAX's cache so that every thread records what it looks up. Return True."""
     from jax._src import compilation_cache
 
     look_up: Callable[..., Any] = compilation_cache.get_executable_and_time
-    if getattr(look_up, "records_keys", False):
-        return
+    if getattr(look_up, "records", False):
+        return True
 
     def look_up_and_record(cache_key: str, *arguments: Any, **options: Any) -> Any:
-        _last_key.value = cache_key
-        return look_up(cache_key, *arguments, **options)
+        found = look_up(cache_key, *arguments, **options)
+        _last_look_up.key, _last_look_up.found = cache_key, found[0] is not None
+        return found
 
-    look_up_and_record.records_keys = True  # type: ignore[attr-defined]
+    look_up_and_record.records = True  # type: ignore[attr-defined]
     compilation_cache.get_executable_and_time = look_up_and_record
+    return True
 
 
 def _attempt(function: Callable[..., T], *arguments: Any) -> T | None:
