@@ -3,6 +3,9 @@
 from math import prod
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from jaxserve.checkpoint.imported import ImportedStore
 from jaxserve.checkpoint.loader import Checkpoint
 from jaxserve.checkpoint.variants import fitted
@@ -25,13 +28,24 @@ class Layout(NamedTuple):
     def nbytes(self, weight: QArray, parts: int = 1) -> int:
         """Return the bytes of a weight in this layout. Raise `ConfigError` if a split into `parts` cuts a group."""
         *out, size = weight.shape
-        group = self.group if self.group and size % self.group == 0 else group_size(size, self.group)
+        group = self._group(size)
         if size // parts % group:
             raise ConfigError(
                 f"a weight of {size} inputs that is quantised in groups of {group} cannot be split over {parts} "
                 "devices (tp)"
             )
         return prod(weight.codes.shape) + prod(out) * (size // group) * self.scale_bytes
+
+    def abstract(self, weight: QArray) -> QArray:
+        """Return the shapes and dtypes of a weight's arrays in this layout."""
+        *out, size = weight.shape
+        dtype = jnp.float32 if self.scale_bytes == 2 * FLOAT32 else jnp.bfloat16
+        codes = jax.ShapeDtypeStruct(weight.codes.shape, weight.codes.dtype)
+        scales = jax.ShapeDtypeStruct((*out, size // self._group(size)), dtype)
+        return QArray(codes, scales, None if self.scale_bytes == BFLOAT16 else scales, weight.bits, size)
+
+    def _group(self, size: int) -> int:
+        return self.group if self.group and size % self.group == 0 else group_size(size, self.group)
 
 
 def stored_layout(checkpoint: Checkpoint, padded: ModelConfig, block_id: str, precision: str) -> Layout | None:

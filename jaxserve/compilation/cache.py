@@ -16,7 +16,7 @@ import jax
 log = logging.getLogger(__name__)
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # the name of the monitoring event
-# What an executable is compiled for: steps that run block by block, fused steps, or placements that no instance uses yet.
+# What an executable is compiled for: steps that run block by block, fused steps, placements that no instance uses yet.
 BLOCK_TIER, FUSED_TIER, AHEAD_TIER = "block", "fused", "ahead"
 
 

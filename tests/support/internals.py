@@ -117,13 +117,14 @@ def wrap_rename(patch: pytest.MonkeyPatch, pool: Any, wrap: Callable[[Callable],
 
 def wrap_move_batch(patch: pytest.MonkeyPatch, pools: Any, wrap: Callable[[Callable], Callable]) -> None:
     """Replace the method that moves pages of one layer's pool on the device."""
-    patch.setattr(pools, "_move_batch", wrap(pools._move_batch))
+    for programs in set(pools._programs):
+        patch.setattr(programs, "move", wrap(programs.move))
 
 
 def move_program_of(pools: Any) -> Any:
     """Return the only program with which an executor's pools move pages."""
-    (program,) = pools._move.values()
-    return program
+    (programs,) = set(pools._programs)
+    return programs._move
 
 
 def wrap_pool_maker(patch: pytest.MonkeyPatch, pools: Any, layer: int, wrap: Callable[[Callable], Callable]) -> None:
