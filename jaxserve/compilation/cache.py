@@ -47,12 +47,15 @@ def use_persistent_cache(folder: str | Path | None) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def caches_executables() -> bool:
+    """Return whether JAX looks up executables in a persistent cache."""
+    return bool(jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache)
+
+
 def persistent_folder(name: str) -> Path | None:
     """Return a folder next to the compiled executables, None if there is no persistent cache in a local folder."""
     folder = jax.config.jax_compilation_cache_dir
-    if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
-        return None
-    return Path(folder) / name
+    return Path(folder) / name if caches_executables() and "://" not in folder else None
 
 
 def write_json(file: Path, value: Any, max_files: int) -> None:

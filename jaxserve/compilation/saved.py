@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxserve.compilation.cache import COMPILED, persistent_folder, write_json
+from jaxserve.compilation.cache import COMPILED, caches_executables, persistent_folder, write_json
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.machine import processor_features
 from jaxserve.kernels import AttentionMeta, native
@@ -97,7 +97,9 @@ class SavedPrograms:
         """Compile a program, so that it can be loaded for other devices and by later starts."""
         _last_look_up.key, _last_look_up.found = None, False
         compiled = lowered.compile()
-        entry = _attempt(_entry_of, _last_look_up.key, compiled) if self._records else None
+        # Without a look-up, JAX may have returned an executable of an earlier engine, which may have been loaded.
+        certain = self._records and (_last_look_up.key is not None or not caches_executables())
+        entry = _attempt(_entry_of, _last_look_up.key, compiled) if certain else None
         if entry is not None:
             if not _last_look_up.found:
                 self._compiled[signature] = compiled
