@@ -46,6 +46,7 @@ from jaxserve.executor.host_memory import HostMemory, PinnedMemory, pinned_memor
 from jaxserve.executor.pools import PoolPrograms, Pools
 from jaxserve.executor.programs import InstanceSizes, Programs
 from jaxserve.executor.timing import step_costs
+from jaxserve.executor.warm_placements import WarmPlacements, WarmUp
 from jaxserve.executor.warmup import warm_variants
 from jaxserve.parallel.placement import Placement
 from jaxserve.planning.memory import COPY_RATES, COPY_SHARES, copy_pace
@@ -76,6 +77,8 @@ class BuiltEngine:
     close: Callable[[], None]
     resolved: Resolved
     compilations: CompileCounter
+    programs: Programs
+    warm: WarmPlacements
 
 
 def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> SyncEngine:
@@ -142,9 +145,13 @@ def build(
     store = _block_store(resolved, host_memory(resolved.devices[0]))
     saved = saved_programs(resolved.padded_model, resolved.devices)
     programs = _programs(resolved, store)
+    to_warm = WarmUp(
+        partial(_sizes, resolved), resolved.variants, _fuses_ahead(resolved), foreseen=partial(_foreseen, policy)
+    )
+    warm = WarmPlacements(programs, saved, compilations, resolved.devices, to_warm)
     instances, executors = [], []
     for index, instance in enumerate(resolved.plan.instances):
-        executor, scheduler = _build_instance(
+        executor, scheduler = build_instance(
             resolved, instance, programs, compilations, Compiler(saved, progress), progress
         )
         executors.append(executor)
@@ -197,7 +204,7 @@ def build(
         metrics.follow_control(control.state)
 
     def close() -> None:
-        for part in (control, *actuators.values(), step_log, tracer):
+        for part in (control, *actuators.values(), warm, step_log, tracer):
             if part is not None:
                 part.close()
         compilations.close()
@@ -218,6 +225,8 @@ def build(
         close,
         resolved,
         compilations,
+        programs,
+        warm,
     )
 
 
@@ -408,7 +417,7 @@ def _sensitivity(resolved: Resolved) -> Sensitivity:
     return sensitivity(checkpoint.path, resolved.padded_model.num_layers, resolved.variants, weights)
 
 
-def _build_instance(
+def build_instance(
     resolved: Resolved,
     instance: InstancePlan,
     programs: Programs,
@@ -416,8 +425,8 @@ def _build_instance(
     compiler: Compiler,
     progress: Progress,
 ) -> tuple[BlockExecutor, Scheduler]:
-    config, buckets = resolved.config, resolved.buckets
-    sizes = InstanceSizes(buckets, resolved.segments, resolved.info.max_model_len)
+    """Load an instance's blocks, and return its executor, which is not warm yet, and its scheduler."""
+    config, sizes = resolved.config, _sizes(resolved, instance)
     blocks: list[LoadedBlock] = []
     pools: list[PoolPrograms] = []
     total = len(instance.blocks)
@@ -441,13 +450,24 @@ def _build_instance(
         Pools(pools, sizes.segments),
         programs,
         DeviceSampler(sampler),
-        buckets,
+        sizes.buckets,
         table,
         config.page_size,
         _fused_tier(resolved, compilations, compiler, programs),
         compiler,
     )
     return executor, scheduler
+
+
+def _sizes(resolved: Resolved, instance: InstancePlan) -> InstanceSizes:
+    """Return the sizes that the shapes of an instance's programs follow from."""
+    return InstanceSizes(resolved.buckets, resolved.segments, resolved.info.max_model_len)
+
+
+def _fuses_ahead(resolved: Resolved) -> bool:
+    """Return whether steps that only decode are fused before an instance serves: on CPU, unless `fuse` forbids it."""
+    config = resolved.config
+    return resolved.devices[0].platform == "cpu" and (config.warmup if config.fuse is None else config.fuse)
 
 
 def _fused_tier(
@@ -459,13 +479,14 @@ def _fused_tier(
     later it would take cores from the steps.
     """
     config, on_cpu = resolved.config, resolved.devices[0].platform == "cpu"
-    if config.fuse is False or (config.fuse is None and on_cpu and not config.warmup):
+    ahead = _fuses_ahead(resolved)
+    if config.fuse is False or (on_cpu and not ahead):
         return None
     background = config.fuse is True or not on_cpu
     return FusedTier(
         compilations,
         patience=PATIENCE if background else None,
-        at_warmup=on_cpu,
+        at_warmup=ahead,
         compiler=compiler,
         programs=programs.fused,
     )

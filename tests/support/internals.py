@@ -181,6 +181,11 @@ def unfused_uses(tier: Any) -> dict[Any, int]:
     return dict(tier._uses)
 
 
+def saved_programs_of(warm: Any) -> Any:
+    """Return the `SavedPrograms` of an engine, given its `WarmPlacements`."""
+    return warm._saved
+
+
 def sampling_calls(sampler: Any, logits: Any) -> list[tuple[Any, tuple]]:
     """Return every program that a `DeviceSampler` may run for these logits, with its arguments."""
     return list(sampler._calls(logits))
