@@ -278,6 +278,16 @@ class EngineConfig:
         ),
     ] = 1
     dp: Annotated[int, Option("Parallelism", "Data parallelism: number of copies of the model.")] = 1
+    virtual_devices: Annotated[
+        int | None,
+        Option(
+            "Parallelism",
+            "Number of virtual CPU devices, to try parallelism on one machine.",
+            default="on CPU, as many as tp x pp x dp needs",
+            minimum=1,
+            in_terminal=True,
+        ),
+    ] = None
     # -- compilation
     kernel_backend: Annotated[
         KernelBackend,

@@ -42,6 +42,7 @@ class EngineOptions(TypedDict, total=False):
     tp: int
     pp: int
     dp: int
+    virtual_devices: int | None
     kernel_backend: KernelBackend
     compile_cache: str | Path | None
     warmup: bool

@@ -346,8 +346,9 @@ class BlockExecutor:
     def _one_program_at_a_time(self, results: T) -> T:
         """Return a program's results, after waiting for them if several devices share the processor's threads.
 
-        XLA has as many threads for such devices as there are devices. A device's part of a program occupies a thread
-        while it waits for the parts of other devices, so that two independent programs at once may block each other.
+        A device's part of a program occupies a thread while it waits for the parts of other devices, so that two
+        independent programs at once may block each other if XLA has hardly more threads than devices. `resolve` asks
+        for more, but a user, or a program that started JAX before, may have decided otherwise.
         """
         return jax.block_until_ready(results) if self._devices_share_threads else results
 

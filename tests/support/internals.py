@@ -241,10 +241,10 @@ def example_prompt(client: Any) -> Any:
 
 
 def choose_devices(config: Any, model: Any) -> None:
-    """Set the environment of XLA as `resolve` does for one device."""
+    """Set the environment of XLA as `resolve` does."""
     from jaxserve.planning import resolve
 
-    resolve._devices(1, xla_multiplies=not resolve._native_multiplies_all(config, model))
+    resolve._devices(resolve._num_devices(config), xla_multiplies=not resolve._native_multiplies_all(config, model))
 
 
 def ragged_matmul(x: Any, w: Any, sizes: Any) -> Any:
