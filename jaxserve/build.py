@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxserve.actuator import PlanActuator
 from jaxserve.calibration.sensitivity.order import Sensitivity, sensitivity
+from jaxserve.checkpoint.layout import stored_layout
 from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.compilation.cache import CompileCounter, use_persistent_cache
 from jaxserve.compilation.programs import Compiler
@@ -42,11 +43,12 @@ from jaxserve.executor.blocks import BlockBuilder, LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.executor.host_memory import HostMemory, PinnedMemory, pinned_memory
-from jaxserve.executor.pools import Pools
+from jaxserve.executor.pools import PoolPrograms, Pools
+from jaxserve.executor.programs import InstanceSizes, Programs
 from jaxserve.executor.timing import step_costs
+from jaxserve.executor.warm_placements import WarmPlacements, WarmUp
 from jaxserve.executor.warmup import warm_variants
-from jaxserve.kernels import Pool, kv_pool
-from jaxserve.parallel.placement import POOL_AXES, Placement
+from jaxserve.parallel.placement import Placement
 from jaxserve.planning.memory import COPY_RATES, COPY_SHARES, copy_pace
 from jaxserve.planning.resolve import Resolved, resolve
 from jaxserve.planning.spec import STATIC
@@ -75,6 +77,8 @@ class BuiltEngine:
     close: Callable[[], None]
     resolved: Resolved
     compilations: CompileCounter
+    programs: Programs
+    warm: WarmPlacements
 
     @property
     def loops(self) -> dict[str, StepLoop]:
@@ -145,10 +149,15 @@ def build(
     clock = SystemClock()
     store = _block_store(resolved, host_memory(resolved.devices[0]))
     saved = saved_programs(resolved.padded_model, resolved.devices)
+    programs = _programs(resolved, store)
+    to_warm = WarmUp(
+        partial(_sizes, resolved), resolved.variants, _fuses_ahead(resolved), foreseen=partial(_foreseen, policy)
+    )
+    warm = WarmPlacements(programs, saved, compilations, resolved.devices, to_warm)
     instances, executors = [], []
     for index, instance in enumerate(resolved.plan.instances):
-        executor, scheduler = _build_instance(
-            resolved, instance, store, compilations, Compiler(saved, progress), progress
+        executor, scheduler = build_instance(
+            resolved, instance, programs, compilations, Compiler(saved, progress), progress
         )
         executors.append(executor)
         core = EngineCore(
@@ -201,7 +210,7 @@ def build(
         metrics.follow_control(control.state)
 
     def close() -> None:
-        for part in (control, *actuators.values(), step_log, tracer):
+        for part in (control, *actuators.values(), warm, step_log, tracer):
             if part is not None:
                 part.close()
         compilations.close()
@@ -222,6 +231,8 @@ def build(
         close,
         resolved,
         compilations,
+        programs,
+        warm,
     )
 
 
@@ -239,6 +250,17 @@ def _block_store(resolved: Resolved, memory: str | None) -> BlockStore:
         resolved.variants,
         host_is_device=host_is_device,
         pinned=pinned,
+    )
+
+
+def _programs(resolved: Resolved, store: BlockStore) -> Programs:
+    """Return the programs of all instances, none of which is compiled yet."""
+    layouts = partial(stored_layout, resolved.checkpoint, resolved.padded_model)
+    return Programs(
+        BlockBuilder(resolved.padded_model, store, layouts),
+        page_size=resolved.config.page_size,
+        kv_dtype=resolved.kv_dtype,
+        top_logprobs=max(resolved.info.max_logprobs, 1),
     )
 
 
@@ -401,73 +423,78 @@ def _sensitivity(resolved: Resolved) -> Sensitivity:
     return sensitivity(checkpoint.path, resolved.padded_model.num_layers, resolved.variants, weights)
 
 
-def _build_instance(
+def build_instance(
     resolved: Resolved,
     instance: InstancePlan,
-    store: BlockStore,
+    programs: Programs,
     compilations: CompileCounter,
     compiler: Compiler,
     progress: Progress,
 ) -> tuple[BlockExecutor, Scheduler]:
-    config, buckets = resolved.config, resolved.buckets_of(instance.tp)
-    builder = BlockBuilder(resolved.padded_model, store)
+    """Load an instance's blocks, and return its executor, which is not warm yet, and its scheduler."""
+    config, sizes = resolved.config, _sizes(resolved, instance)
     blocks: list[LoadedBlock] = []
-    pools: list[Callable[[int], Pool]] = []
+    pools: list[PoolPrograms] = []
     total = len(instance.blocks)
     for stage in instance.stages:
         placement = _placement(resolved, stage)
         for block in stage.blocks:
             rounding = resolved.checkpoint.is_rounded(block.block, block.precision)
             progress(QUANTISING if rounding else READING, len(blocks), total)
-            blocks.append(builder.load(block.block, block.precision, placement))
+            blocks.append(programs.builder.load(block.block, block.precision, placement))
             if is_layer(block.block):
-                pools.append(_pool_maker(resolved, placement))
+                pools.append(programs.pools(placement))
     progress(READING, total, total)
     scheduler, table = resolved.scheduler(instance)
-    sampler = DeviceSampler(
-        blocks[-1].placement,
-        slots=buckets.max_num_seqs,
-        vocab=resolved.padded_model.vocab_rows,
-        max_len=resolved.info.max_model_len,
-        top_logprobs=max(resolved.info.max_logprobs, 1),
-        backend=config.kernel_backend,
-    )
-    fused = _fused_tier(resolved, compilations, compiler)
+    sampler = programs.sampler(blocks[-1].placement, sizes)
+    for own in set(pools):
+        own.compile_segments(sizes.segments[:1], compiler)
+    sampler.compile_start(compiler)
+    compiler.wait()
     executor = BlockExecutor(
         blocks,
-        Pools(pools, resolved.segments(instance.tp)),
-        builder,
-        sampler,
-        buckets,
+        Pools(pools, sizes.segments),
+        programs,
+        DeviceSampler(sampler),
+        sizes.buckets,
         table,
         config.page_size,
-        fused,
+        _fused_tier(resolved, compilations, compiler, programs),
         compiler,
     )
     return executor, scheduler
 
 
-def _fused_tier(resolved: Resolved, compilations: CompileCounter, compiler: Compiler) -> FusedTier | None:
+def _sizes(resolved: Resolved, instance: InstancePlan) -> InstanceSizes:
+    """Return the sizes that the shapes of an instance's programs follow from."""
+    return InstanceSizes(
+        resolved.buckets_of(instance.tp), resolved.segments(instance.tp), resolved.max_len(instance.tp)
+    )
+
+
+def _fuses_ahead(resolved: Resolved) -> bool:
+    """Return whether steps that only decode are fused before an instance serves: on CPU, unless `fuse` forbids it."""
+    config = resolved.config
+    return resolved.devices[0].platform == "cpu" and (config.warmup if config.fuse is None else config.fuse)
+
+
+def _fused_tier(
+    resolved: Resolved, compilations: CompileCounter, compiler: Compiler, programs: Programs
+) -> FusedTier | None:
     """Return the fused tier that the configuration asks for, or None.
 
     On CPU steps are fused at warm-up only, unless `fuse` asks for more: fusing takes half a second a shape there, and
     later it would take cores from the steps.
     """
     config, on_cpu = resolved.config, resolved.devices[0].platform == "cpu"
-    if config.fuse is False or (config.fuse is None and on_cpu and not config.warmup):
+    ahead = _fuses_ahead(resolved)
+    if config.fuse is False or (on_cpu and not ahead):
         return None
     background = config.fuse is True or not on_cpu
-    return FusedTier(compilations, patience=PATIENCE if background else None, at_warmup=on_cpu, compiler=compiler)
-
-
-def _pool_maker(resolved: Resolved, placement: Placement) -> Callable[[int], Pool]:
-    """Return a function that allocates a segment of a layer's KV pool, given its number of pages."""
-    model = resolved.padded_model
-    return partial(
-        kv_pool,
-        kv_heads=model.num_kv_heads,
-        page_size=resolved.config.page_size,
-        head_dim=model.head_dim,
-        dtype=resolved.kv_dtype,
-        device=placement.sharding(POOL_AXES),
+    return FusedTier(
+        compilations,
+        patience=PATIENCE if background else None,
+        at_warmup=ahead,
+        compiler=compiler,
+        programs=programs.fused,
     )

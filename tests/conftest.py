@@ -15,6 +15,7 @@ from jaxserve.planning.resolve import QUICK_COMPILATION
 # Before JAX has a device, here and in processes that tests start.
 flags = (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *QUICK_COMPILATION)
 os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+os.environ.setdefault("PJRT_NPROC", "32")  # as `resolve` asks for; the devices' programs would block each other
 
 # A shell's background jobs ignore Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

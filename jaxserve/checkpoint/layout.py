@@ -3,6 +3,9 @@
 from math import prod
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from jaxserve.checkpoint.imported import ImportedStore
 from jaxserve.checkpoint.loader import Checkpoint
 from jaxserve.checkpoint.refit import group_after, stored_inputs
@@ -29,10 +32,21 @@ class Layout(NamedTuple):
         Raise `ConfigError` if padding or a split over devices leaves no whole groups.
         """
         *out, size = weight.shape
+        return prod(weight.codes.shape) + prod(out) * self._groups(name, size) * self.scale_bytes
+
+    def abstract(self, name: str, weight: QArray) -> QArray:
+        """Return the shapes and dtypes of a padded weight's arrays in this layout."""
+        *out, size = weight.shape
+        dtype = jnp.float32 if self.scale_bytes == 2 * FLOAT32 else jnp.bfloat16
+        codes = jax.ShapeDtypeStruct(weight.codes.shape, weight.codes.dtype)
+        scales = jax.ShapeDtypeStruct((*out, self._groups(name, size)), dtype)
+        return QArray(codes, scales, None if self.scale_bytes == BFLOAT16 else scales, weight.bits, size)
+
+    def _groups(self, name: str, size: int) -> int:
+        """Return how many groups a padded weight of `size` inputs has."""
         stored = stored_inputs(name, size, self.config)
         group = self.group if self.group and stored % self.group == 0 else group_size(stored, self.group)
-        groups = size // group_after(name, group, self.config, self.padded)
-        return prod(weight.codes.shape) + prod(out) * groups * self.scale_bytes
+        return size // group_after(name, group, self.config, self.padded)
 
 
 def stored_layout(checkpoint: Checkpoint, padded: ModelConfig, block_id: str, precision: str) -> Layout | None:

@@ -16,7 +16,8 @@ import jax
 log = logging.getLogger(__name__)
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # the name of the monitoring event
-BLOCK_TIER, FUSED_TIER = "block", "fused"
+# What an executable is compiled for: steps that run block by block, fused steps, placements that no instance uses yet.
+BLOCK_TIER, FUSED_TIER, AHEAD_TIER = "block", "fused", "ahead"
 
 
 def default_cache_folder() -> Path:
@@ -46,12 +47,15 @@ def use_persistent_cache(folder: str | Path | None) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def caches_executables() -> bool:
+    """Return whether JAX looks up executables in a persistent cache."""
+    return bool(jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache)
+
+
 def persistent_folder(name: str) -> Path | None:
     """Return a folder next to the compiled executables, None if there is no persistent cache in a local folder."""
     folder = jax.config.jax_compilation_cache_dir
-    if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
-        return None
-    return Path(folder) / name
+    return Path(folder) / name if caches_executables() and "://" not in folder else None
 
 
 def write_json(file: Path, value: Any, max_files: int) -> None:
@@ -69,21 +73,25 @@ def write_json(file: Path, value: Any, max_files: int) -> None:
 
 
 class CompileCounter:
-    """A counter of compilations by tier: the fused tier for those in `fusing_threads`, else the block tier."""
+    """A counter of compilations by tier: the block tier, except in threads that belong to another one."""
 
     def __init__(self, on_compile: Callable[[str], None] | None = None):
-        self.counts = {BLOCK_TIER: 0, FUSED_TIER: 0}
-        self.fusing_threads: set[int] = set()
+        self.counts = {BLOCK_TIER: 0, FUSED_TIER: 0, AHEAD_TIER: 0}
+        self._thread = threading.local()  # `tier`: that of a thread's compilations
         self._on_compile = on_compile
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration: float, **kwargs: object) -> None:
         if event != COMPILED:
             return
-        tier = FUSED_TIER if threading.get_ident() in self.fusing_threads else BLOCK_TIER
+        tier = getattr(self._thread, "tier", BLOCK_TIER)
         self.counts[tier] += 1
         if self._on_compile is not None:
             self._on_compile(tier)
+
+    def count_thread_as(self, tier: str) -> None:
+        """Count what the calling thread compiles from now on for another tier."""
+        self._thread.tier = tier
 
     def close(self) -> None:
         """Stop counting."""

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+from jax.sharding import Mesh
 
-from jaxserve.compilation.saved import SavedPrograms, signature
+from jaxserve.compilation.saved import SavedPrograms, can_load, mesh_of, signature
 from jaxserve.core.machine import processors, trim_heap
 from jaxserve.core.progress import COMPILING, LOADING, Progress, ignore_progress
 
@@ -17,14 +18,16 @@ TRIM_EVERY = 16
 
 
 class Program:
-    """A jitted function with its executables, each for arguments of certain shapes.
+    """A jitted function on certain devices, with its executables, each for arguments of certain shapes.
 
-    The name and the shapes of the arguments together identify a program in an engine.
+    The name and the shapes of the arguments together identify what is computed, on any devices.
     """
 
-    def __init__(self, name: str, function: Any):
-        self.name, self.function = name, function
+    def __init__(self, name: str, function: Any, mesh: Mesh | None = None):
+        """`mesh` has the devices of a program without arguments on devices; other arguments tell them."""
+        self.name, self.function, self.mesh = name, function, mesh
         self.executables: dict[Hashable, Callable] = {}
+        self.results: dict[Hashable, Any] = {}  # of each executable, as shapes
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the jitted function, which JAX traces for new shapes, or trace it into another program."""
@@ -47,6 +50,14 @@ class Program:
         return lowered
 
 
+class StartsCompiling(Protocol):
+    """What is told all programs of an instance, one after another: a `Compiler`, or who asks whether they are there."""
+
+    def compile(self, program: Program, key: Hashable, *arguments: Any, static: tuple = ()) -> Any:
+        """Take note of a program for these arguments under a key, and return the abstract results."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Task:
     """An executable to compile or load."""
@@ -55,56 +66,48 @@ class _Task:
     key: Hashable
     arguments: tuple
     static: tuple
+    results: Any  # as shapes
+    future: Future[bool]  # whether the executable is there
 
 
 class Compiler:
-    """A compiler with its own threads, which loads saved programs if it can. Only `executable` is thread-safe."""
+    """A compiler with its own threads, which loads saved programs if it can. Only `executable` is thread-safe.
+
+    Several compilers may work for the same programs.
+    """
 
     def __init__(self, saved: SavedPrograms | None = None, progress: Progress = ignore_progress):
         self._saved = saved or SavedPrograms()
         self._progress = progress
         self._activity = LOADING  # until something has to be compiled
-        self._tasks: dict[tuple[Program, Hashable], tuple[_Task, Future[bool]]] = {}
-        self._results: dict[tuple[Program, Hashable], Any] = {}
+        self._tasks: dict[tuple[Program, Hashable], _Task] = {}
+        self._named: dict[str, _Task] = {}  # the same by signature
         self._threads: ThreadPoolExecutor | None = None
 
     def compile(self, program: Program, key: Hashable, *arguments: Any, static: tuple = ()) -> Any:
-        """Start to compile a program for these arguments under `key`, unless that was started before.
+        """Start to compile a program for these arguments under `key`, unless it is there or was started before.
 
-        Return the abstract results. Raise what lowering raises.
+        Return the abstract results, without shardings. Raise what lowering raises.
         """
-        if (program, key) in self._results:
-            return self._results[program, key]
-        task = _Task(program, key, jax.tree.map(abstract, arguments), static)
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(compile_threads(), "jaxserve-compile")
-        name = signature(program.name, static, task.arguments)
-        results = self._saved.abstract_results(name, task.arguments)
-        if results is not None:
-            future = self._threads.submit(self._load, task, name)
-        else:
-            self._activity = COMPILING
-            # Lowered here, not in the threads: lowering is Python, so threads would not be faster but would have a
-            # random order. Mosaic numbers GPU kernels in the order of lowering, so that a later start would not find
-            # them in the persistent cache.
-            lowered = program.lower(*task.arguments, *static)
-            results = lowered.out_info
-            future = self._threads.submit(self._compile, task, name, lowered)
-        self._results[program, key] = results
-        self._tasks[program, key] = task, future
-        self._progress(self._activity, 0, len(self._tasks))
-        return results
+        if key in program.executables:
+            return program.results[key]
+        task = self._tasks.get((program, key))
+        if task is None:
+            task = self._start(program, key, jax.tree.map(abstract, arguments), static)
+            self._tasks[program, key] = task
+            self._progress(self._activity, 0, len(self._tasks))
+        return task.results
 
     def wait(self) -> None:
         """Wait until all started executables are ready, and raise the first error among them."""
-        for index, (task, future) in enumerate(self._tasks.values(), start=1):
-            if not future.result():  # a saved executable that could not be loaded
-                name = signature(task.program.name, task.static, task.arguments)
-                self._compile(task, name, task.program.lower(*task.arguments, *task.static))
+        for index, task in enumerate(self._tasks.values(), start=1):
+            if not task.future.result():  # an executable that could not be loaded
+                self._compile(task.program, task.key, task.arguments, task.static)
             self._progress(self._activity, index, len(self._tasks))
             if index % TRIM_EVERY == 0:
                 trim_heap()
         self._tasks.clear()
+        self._named.clear()
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
@@ -112,20 +115,54 @@ class Compiler:
     def executable(self, program: Program, *arguments: Any) -> Callable:
         """Load or compile a program for these arguments in the caller's thread."""
         name = signature(program.name, (), arguments)
-        return self._saved.load(name, arguments) or self._saved.compile(name, program.lower(*arguments))
+        loaded = self._saved.load(name, arguments, mesh_of(arguments))
+        return loaded or self._saved.compile(name, program.lower(*arguments))
 
     def save(self) -> None:
         """Save an index of the executables in JAX's cache for the next start. Nothing may be compiling."""
         self._saved.write()
 
-    def _load(self, task: _Task, name: str) -> bool:
-        loaded = self._saved.load(name, task.arguments)
+    def submit(self, function: Callable[..., bool], *arguments: Any) -> Future[bool]:
+        """Start a function in a thread of this compiler."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(compile_threads(), "jaxserve-compile")
+        return self._threads.submit(function, *arguments)
+
+    def _start(self, program: Program, key: Hashable, arguments: tuple, static: tuple) -> _Task:
+        name, mesh = signature(program.name, static, arguments), program.mesh or mesh_of(arguments)
+        same = self._named.get(name) if can_load(mesh) else None
+        results = same.results if same is not None else self._saved.abstract_results(name, mesh)
+        if results is not None:
+            program.results[key] = results = jax.tree.map(_shape, results)
+            future = self.submit(self._load, program, key, name, arguments, mesh, same)
+        else:
+            self._activity = COMPILING
+            # Lowered here, not in the threads: lowering is Python, so threads would not be faster but would have a
+            # random order. Mosaic numbers GPU kernels in the order of lowering, so that a later start would not find
+            # them in the persistent cache.
+            lowered = program.lower(*arguments, *static)
+            program.results[key] = results = jax.tree.map(_shape, lowered.out_info)
+            future = self.submit(self._compile_lowered, program, key, name, lowered)
+        task = _Task(program, key, arguments, static, results, future)
+        self._named.setdefault(name, task)
+        return task
+
+    def _load(
+        self, program: Program, key: Hashable, name: str, arguments: tuple, mesh: Mesh, same: _Task | None
+    ) -> bool:
+        if same is not None:
+            same.future.exception()  # wait for the executable that this one is copied from
+        loaded = self._saved.load(name, arguments, mesh)
         if loaded is not None:
-            task.program.executables[task.key] = loaded
+            program.executables[key] = loaded
         return loaded is not None
 
-    def _compile(self, task: _Task, name: str, lowered: jax.stages.Lowered) -> bool:
-        task.program.executables[task.key] = self._saved.compile(name, lowered)
+    def _compile(self, program: Program, key: Hashable, arguments: tuple, static: tuple) -> None:
+        lowered = program.lower(*arguments, *static)
+        self._compile_lowered(program, key, signature(program.name, static, arguments), lowered)
+
+    def _compile_lowered(self, program: Program, key: Hashable, name: str, lowered: jax.stages.Lowered) -> bool:
+        program.executables[key] = self._saved.compile(name, lowered)
         return True
 
 
@@ -137,3 +174,7 @@ def compile_threads() -> int:
 def abstract(array: Any) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and sharding of an array; a numpy array has no sharding."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=getattr(array, "sharding", None))
+
+
+def _shape(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)

@@ -1,4 +1,7 @@
-"""Executables of earlier starts, loaded without tracing their programs.
+"""Executables of other devices and of earlier starts, loaded without tracing their programs.
+
+On CPU an executable that was compiled for some devices runs on any others, if it is serialised and loaded for those.
+Programs of equal kind on as many devices are therefore compiled once: their signatures do not contain the devices.
 
 JAX looks up an executable in its persistent cache by the traced and lowered program, and tracing takes longer than
 loading. `SavedPrograms` is an index next to that cache: for each program the cache's key and the abstract results.
@@ -15,6 +18,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxserve.compilation.cache import COMPILED, persistent_folder, write_json
+from jaxserve.compilation.cache import COMPILED, caches_executables, persistent_folder, write_json
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.machine import processor_features
 from jaxserve.kernels import AttentionMeta, native
@@ -40,14 +44,15 @@ LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PJRT_NPROC")
 STRUCTURES: dict[str, type] = {AttentionMeta.__name__: AttentionMeta}  # named tuples that programs may return
 
-_last_key = threading.local()  # `value`: the key that this thread looked up last in JAX's cache
+# What this thread looked up last in JAX's cache: its `key`, and whether it was `found`.
+_last_look_up = threading.local()
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A program in JAX's cache."""
+    """A program that was compiled in this process, or is in JAX's cache."""
 
-    key: str
+    key: str | None  # in JAX's cache; None without a persistent one
     kept: tuple[int, ...]  # indices of the flat arguments that the executable takes
     results: Any  # encoded by `_encode`
 
@@ -59,34 +64,45 @@ def savable(kind: type[T]) -> type[T]:
 
 
 class SavedPrograms:
-    """An index of one model's programs in a file. Without a file it is empty and saves nothing."""
+    """The programs of one model that can be loaded: those of this process, and an index of earlier ones in a file.
+
+    Without a file there are no earlier ones, and nothing is saved. Loading and compiling are thread-safe.
+    """
 
     def __init__(self, file: Path | None = None):
         self._file = file
         self._entries = {} if file is None else _read(file)
+        # What this process has compiled, for executables of other devices. One that was loaded cannot be serialised
+        # again: it would lack functions.
+        self._compiled: weakref.WeakValueDictionary[str, jax.stages.Compiled] = weakref.WeakValueDictionary()
         self._changed = False
-        if file is not None:
-            _record_cache_keys()
+        self._records = _attempt(_record_look_ups) is not None
 
-    def abstract_results(self, signature: str, arguments: tuple) -> Any:
-        """Return the abstract results of the program with this signature, or None if it is unknown."""
+    def abstract_results(self, signature: str, mesh: Mesh | None) -> Any:
+        """Return the abstract results of a program on the devices of a mesh, or None if it cannot be loaded there."""
         entry = self._entries.get(signature)
-        return None if entry is None else _attempt(_decode, entry.results, _mesh(arguments))
+        return None if entry is None or not can_load(mesh) else _attempt(_decode, entry.results, mesh)
 
-    def load(self, signature: str, arguments: tuple) -> jax.stages.Compiled | None:
-        """Return the executable for these abstract arguments, or None if it is unknown or cannot be loaded."""
+    def load(self, signature: str, arguments: tuple, mesh: Mesh | None) -> jax.stages.Compiled | None:
+        """Return the executable for these abstract arguments, or None if it cannot be loaded."""
         started, entry = time.monotonic(), self._entries.get(signature)
-        compiled = None if entry is None else _attempt(_load, entry, arguments)
-        if compiled is not None:
+        if entry is None or not can_load(mesh):
+            return None
+        loaded = _attempt(_load, entry, self._compiled.get(signature), arguments, mesh)
+        if loaded is not None:
             jax.monitoring.record_event_duration_secs(COMPILED, time.monotonic() - started)
-        return compiled
+        return loaded
 
     def compile(self, signature: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Compile a program, and add its place in JAX's cache to the index."""
-        _last_key.value = None
+        """Compile a program, so that it can be loaded for other devices and by later starts."""
+        _last_look_up.key, _last_look_up.found = None, False
         compiled = lowered.compile()
-        entry = None if _last_key.value is None else _attempt(_entry_of, _last_key.value, compiled)
+        # Without a look-up, JAX may have returned an executable of an earlier engine, which may have been loaded.
+        certain = self._records and (_last_look_up.key is not None or not caches_executables())
+        entry = _attempt(_entry_of, _last_look_up.key, compiled) if certain else None
         if entry is not None:
+            if not _last_look_up.found:
+                self._compiled[signature] = compiled
             self._entries[signature] = entry
             self._changed = True
         return compiled
@@ -96,7 +112,11 @@ class SavedPrograms:
         if self._file is None or not self._changed:
             return
         self._changed = False
-        entries = {name: [entry.key, entry.kept, entry.results] for name, entry in list(self._entries.items())}
+        entries = {
+            name: [entry.key, entry.kept, entry.results]
+            for name, entry in list(self._entries.items())
+            if entry.key is not None
+        }
         try:
             write_json(self._file, entries, MAX_INDICES)
         except OSError as error:
@@ -118,21 +138,41 @@ def saved_programs(config: ModelConfig, devices: Sequence[jax.Device]) -> SavedP
         return SavedPrograms()
 
 
+def can_load(mesh: Mesh | None) -> bool:
+    """Return whether executables for the devices of a mesh are loaded without tracing: on CPU.
+
+    Elsewhere tracing registers the kernels' calls, and JAX's persistent cache serves all devices with one entry.
+    """
+    return mesh is not None and mesh.devices.flat[0].platform == "cpu"
+
+
 def signature(name: str, static: tuple, arguments: tuple) -> str:
-    """Return a digest that identifies a program in an index. `arguments` are abstract."""
+    """Return a digest that identifies a program on any devices. `arguments` are abstract."""
     leaves, structure = jax.tree.flatten(arguments)
+    mesh = mesh_of(arguments)
     parts = [name, repr(static), str(structure)]
-    parts += [f"{leaf.dtype}{leaf.shape}{_sharding_text(leaf.sharding)}" for leaf in leaves]
+    parts += [f"{leaf.dtype}{leaf.shape}{_sharding_text(leaf.sharding, mesh)}" for leaf in leaves]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _sharding_text(sharding: Sharding | None) -> str:
-    """Return the text of a sharding with the ids of its devices."""
+def mesh_of(arguments: tuple) -> Mesh | None:
+    """Return the mesh of the devices that a program for these arguments runs on, None if no argument has one."""
+    shardings = (leaf.sharding for leaf in jax.tree.leaves(arguments))
+    return next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
+
+
+def _sharding_text(sharding: Sharding | None, mesh: Mesh | None) -> str:
+    """Return the text of a sharding, with its devices as positions in a mesh."""
     if sharding is None:
         return ""
-    named = isinstance(sharding, NamedSharding)
-    devices = sharding.mesh.devices.flat if named else sharding.device_set
-    return f"{sharding.spec if named else sharding}{[device.id for device in devices]}{sharding.memory_kind}"
+    if not isinstance(sharding, NamedSharding) or mesh is None:
+        return f"{sharding}{[device.id for device in sharding.device_set]}{sharding.memory_kind}"
+    if sharding.mesh is mesh:
+        places = list(range(mesh.size))
+    else:
+        all_devices = list(mesh.devices.flat)
+        places = [all_devices.index(device) for device in sharding.mesh.devices.flat]
+    return f"{sharding.spec}{places}{sharding.memory_kind}"
 
 
 def fingerprint(config: ModelConfig, devices: Sequence[jax.Device]) -> str:
@@ -169,20 +209,22 @@ def _read(file: Path) -> dict[str, Entry]:
         return {}
 
 
-def _record_cache_keys() -> None:
-    """Patch JAX's cache so that every thread records the key that it looks up."""
+def _record_look_ups() -> bool:
+    """Patch JAX's cache so that every thread records what it looks up. Return True."""
     from jax._src import compilation_cache
 
     look_up: Callable[..., Any] = compilation_cache.get_executable_and_time
-    if getattr(look_up, "records_keys", False):
-        return
+    if getattr(look_up, "records", False):
+        return True
 
     def look_up_and_record(cache_key: str, *arguments: Any, **options: Any) -> Any:
-        _last_key.value = cache_key
-        return look_up(cache_key, *arguments, **options)
+        found = look_up(cache_key, *arguments, **options)
+        _last_look_up.key, _last_look_up.found = cache_key, found[0] is not None
+        return found
 
-    look_up_and_record.records_keys = True  # type: ignore[attr-defined]
+    look_up_and_record.records = True  # type: ignore[attr-defined]
     compilation_cache.get_executable_and_time = look_up_and_record
+    return True
 
 
 def _attempt(function: Callable[..., T], *arguments: Any) -> T | None:
@@ -194,7 +236,7 @@ def _attempt(function: Callable[..., T], *arguments: Any) -> T | None:
         return None
 
 
-def _entry_of(key: str, compiled: Any) -> Entry | None:
+def _entry_of(key: str | None, compiled: Any) -> Entry | None:
     """Return the entry of a compiled program, or None if it has parts that cannot be saved."""
     unloaded = compiled._executable._unloaded_executable
     unsavable = (unloaded.unordered_effects, unloaded.ordered_effects, unloaded.host_callbacks, unloaded.keepalive)
@@ -232,23 +274,31 @@ def _decode(results: Any, mesh: Mesh) -> Any:
     return decoded if kind == "tuple" else STRUCTURES[kind](*decoded)
 
 
-def _mesh(arguments: tuple) -> Mesh:
-    """Return the mesh of the devices that a program for these arguments runs on."""
-    return next(leaf.sharding.mesh for leaf in jax.tree.leaves(arguments) if leaf.sharding is not None)
+def _load(
+    entry: Entry, compiled: jax.stages.Compiled | None, arguments: tuple, mesh: Mesh
+) -> jax.stages.Compiled | None:
+    """Return the executable of an entry, built as JAX builds a compiled one, for the devices of a mesh.
 
-
-def _load(entry: Entry, arguments: tuple) -> jax.stages.Compiled | None:
-    """Return the executable of an entry, built as JAX builds a compiled one. None if JAX's cache lacks it."""
+    It is copied from `compiled`, an executable of the same program for any devices, or else it comes from JAX's cache.
+    None if that lacks it.
+    """
     from jax._src import compilation_cache
+    from jax._src.compiler import get_compile_options
     from jax._src.core import ShapedArray
     from jax._src.interpreters.pxla import UnloadedMeshExecutable
     from jax._src.layout import Layout
     from jax._src.lib import xla_client
 
-    mesh = _mesh(arguments)
     devices = xla_client.DeviceList(tuple(mesh.devices.flat))
     client = mesh.devices.flat[0].client
-    executable, _ = compilation_cache.get_executable_and_time(entry.key, None, client, devices)
+    options = get_compile_options(
+        num_replicas=1, num_partitions=mesh.size, device_assignment=mesh.devices.reshape(1, -1), backend=client
+    )
+    if compiled is not None:
+        serialized = compiled.runtime_executable().serialize()
+        executable = client.deserialize_executable(serialized, devices, options)
+    else:
+        executable, _ = compilation_cache.get_executable_and_time(entry.key, options, client, devices)
     if executable is None:
         return None
     leaves = jax.tree.leaves(arguments)

@@ -288,6 +288,16 @@ class EngineConfig:
             minimum=1,
         ),
     ] = None
+    virtual_devices: Annotated[
+        int | None,
+        Option(
+            "Parallelism",
+            "Number of virtual CPU devices, to try parallelism on one machine.",
+            default="on CPU, as many as tp x pp x dp needs",
+            minimum=1,
+            in_terminal=True,
+        ),
+    ] = None
     # -- compilation
     kernel_backend: Annotated[
         KernelBackend,

@@ -8,12 +8,14 @@ the cheapest way to dispatch.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jaxserve.checkpoint.layout import Layout
 from jaxserve.compilation.programs import Program, abstract
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.step_shapes import StepShape
@@ -26,6 +28,9 @@ from jaxserve.parallel.placement import POOL_AXES, TP, Placement, bytes_held, sp
 from jaxserve.quantization import QArray
 
 REPLICATED = PartitionSpec()
+# (block, precision) -> layout of quantised weights that are stored, or None
+Layouts = Callable[[str, str], Layout | None]
+AbstractParameters = Mapping[str, "jax.ShapeDtypeStruct | QArray"]
 
 
 @dataclass(frozen=True)
@@ -78,14 +83,27 @@ class BlockSignature:
     executable: Program
     leaves: tuple[jax.ShapeDtypeStruct, ...]
 
+    def signature(self) -> "BlockSignature":
+        """Return this signature."""
+        return self
+
 
 class BlockBuilder:
-    """A factory of loaded blocks, which share executables where they are equal, and parameters through a store."""
+    """A factory of loaded blocks, which share executables where they are equal, and parameters through a store.
 
-    def __init__(self, config: ModelConfig, store: BlockStore):
-        """Take a configuration that is padded for the degree of tensor parallelism."""
-        self.config, self._store = config, store
+    There is one for all instances of an engine.
+    """
+
+    def __init__(self, config: ModelConfig, store: BlockStore, layouts: Layouts = lambda block, precision: None):
+        """Take a configuration that is padded for the degree of tensor parallelism, and the layouts of stored weights.
+
+        Only `signature` needs the layouts.
+        """
+        self.config, self._store, self._layouts = config, store, layouts
         self._executables: dict[tuple, Program] = {}
+        # The shapes of what was loaded, by block or kind of block, and precision. Only reading a layer that other tools
+        # have quantised shows whether its weights have zeros.
+        self._loaded: dict[tuple[str, str], AbstractParameters] = {}
 
     def load(
         self,
@@ -108,16 +126,47 @@ class BlockBuilder:
         _, variables = abstract_block(self.config, block, precision)
         leaves = tuple(leaf for name in variables for leaf in jax.tree.leaves(reference.parameters[name]))
         executable = self._executable(block, reference.parameters, placement, precision)
+        if (block, precision) not in self._loaded:
+            shapes = jax.tree.map(_shape, dict(reference.parameters))
+            self._loaded[block, precision] = shapes
+            self._loaded.setdefault((representative(self.config, block), precision), shapes)
         return LoadedBlock(block, executable, leaves, placement, precision, reference)
 
+    def signature(self, block: str, precision: str, placement: Placement) -> BlockSignature:
+        """Return the signature that a block has when it is loaded on the devices of a placement."""
+        _, variables = abstract_block(self.config, block, precision)
+        parameters = self._abstract_parameters(block, precision)
+        leaves = tuple(
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(variable.axes))
+            for name, variable in variables.items()
+            for leaf in jax.tree.leaves(parameters[name])
+        )
+        return BlockSignature(self._executable(block, parameters, placement, precision), leaves)
+
+    def _abstract_parameters(self, block: str, precision: str) -> AbstractParameters:
+        for known in (block, representative(self.config, block)):
+            if (known, precision) in self._loaded:
+                return self._loaded[known, precision]
+        _, variables = abstract_block(self.config, block, precision)
+        values = {name: variable.get_value() for name, variable in variables.items()}
+        layout = self._layouts(block, precision)
+        if layout is None:
+            return values
+        return {
+            name: layout.abstract(name, value) if isinstance(value, QArray) else value for name, value in values.items()
+        }
+
     def _executable(
-        self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str
+        self, block: str, tensors: Mapping[str, Parameter] | AbstractParameters, placement: Placement, precision: str
     ) -> Program:
         kind, _, index = block.partition(".")
         window = self.config.window(int(index)) if index else None
-        structures = tuple(jax.tree.structure(tensors[name]) for name in sorted(tensors))  # they differ between QArrays
+        # QArrays of one precision differ in zeros, groups and the type of scales.
+        values = [tensors[name] for name in sorted(tensors)]
+        structure = tuple(map(jax.tree.structure, values))
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(values))
         kind_of_block = (representative(self.config, block), precision, window)
-        signature = (*kind_of_block, placement, structures)
+        signature = (*kind_of_block, placement, structure, shapes)
         if signature not in self._executables:  # graph definitions are not part of it: they take long to compare
             module = self._shard(block, tensors, placement, precision)
             function = {
@@ -125,10 +174,12 @@ class BlockBuilder:
                 "layers": partial(self._layer, window=window),
                 "head": self._head,
             }[kind](module, placement)
-            self._executables[signature] = Program(repr(kind_of_block), function)
+            self._executables.setdefault(signature, Program(repr(kind_of_block), function))
         return self._executables[signature]
 
-    def _shard(self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str) -> ModuleShard:
+    def _shard(
+        self, block: str, tensors: Mapping[str, Parameter] | AbstractParameters, placement: Placement, precision: str
+    ) -> ModuleShard:
         graphdef, variables = abstract_block(self.config, block, precision)
         specs: list[PartitionSpec] = []
         for name, variable in variables.items():
@@ -192,7 +243,11 @@ class BlockBuilder:
         return Program("inputs", jax.jit(inputs, static_argnums=1, out_shardings=placement.sharding()))
 
 
-def _local_size(value: Parameter, axes: Sequence[str | None], placement: Placement) -> Parameter:
+def _shape(array: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _local_size(value: Any, axes: Sequence[str | None], placement: Placement) -> Any:
     """Give a QArray that is split over inputs the number of inputs of one device; its leaves stay."""
     if not isinstance(value, QArray) or spec(axes)[-1] is None:
         return value

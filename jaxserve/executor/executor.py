@@ -20,11 +20,12 @@ from jaxserve.core.request import Sequence
 from jaxserve.core.step_shapes import Buckets, StepShape
 from jaxserve.core.work import Work
 from jaxserve.executor.batch import pack
-from jaxserve.executor.blocks import BlockBuilder, BlockSignature, LoadedBlock
-from jaxserve.executor.compile_ahead import StepCompiler, StepPrograms
+from jaxserve.executor.blocks import BlockSignature, LoadedBlock
+from jaxserve.executor.compile_ahead import StepCompiler
 from jaxserve.executor.fused import FusedTier, StageKey
 from jaxserve.executor.outputs import DispatchedStep, ForwardOutput, wants_prompt_logprobs
 from jaxserve.executor.pools import Pools
+from jaxserve.executor.programs import InstanceSizes, Programs
 from jaxserve.executor.stages import Stage, stages_of
 from jaxserve.kvcache import PageTable
 from jaxserve.sampling.device_sampler import DeviceSampler, Sampled
@@ -40,7 +41,7 @@ class BlockExecutor:
         self,
         blocks: abc.Sequence[LoadedBlock],
         pools: Pools,
-        builder: BlockBuilder,
+        programs: Programs,
         sampler: DeviceSampler,
         buckets: Buckets,
         table: PageTable,
@@ -48,7 +49,7 @@ class BlockExecutor:
         fused: FusedTier | None = None,
         compiler: Compiler | None = None,
     ):
-        """Take the model's `blocks` in order, and the KV pools of their decoder layers.
+        """Take the model's `blocks` in order, the KV pools of their decoder layers, and all instances' programs.
 
         Steps run block by block without `fused`. The default `compiler` has no saved executables.
         """
@@ -59,13 +60,16 @@ class BlockExecutor:
         self.table = table
         self.page_size = page_size
         self._fused = fused
-        self._builder = builder
+        self._builder = programs.builder
         self._stages = stages_of(blocks)
         split = [stage.placement.devices for stage in self._stages if len(stage.placement.devices) > 1]
         self._devices_share_threads = any(devices[0].platform == "cpu" for devices in split)
-        programs = StepPrograms.create(builder, self._stages, buckets.tile)
-        self._inputs, self._slice_tile, self._normalize = programs.inputs, programs.slice_tile, programs.normalize
-        self._compiler = StepCompiler(compiler or Compiler(), programs, builder, pools, sampler, buckets)
+        last = self._stages[-1].placement
+        self._inputs = {stage.placement: programs.inputs(stage.placement) for stage in self._stages}
+        self._slice_tile, self._normalize = programs.slice_tile(last, buckets.tile), programs.normalize(last)
+        self._compiler = compiler or Compiler()
+        sizes = InstanceSizes(buckets, pools.sizes, sampler.max_len)
+        self._ahead = StepCompiler(self._compiler, programs, sizes)
         # The calls of a stage's decoder layers, by the stage's index, the step's shape and the segments of KV pools.
         self._layer_calls: dict[tuple[int, StepShape, int], tuple[Callable, ...]] = {}
 
@@ -78,18 +82,17 @@ class BlockExecutor:
         embeddings = self._normalized(out.hidden) if embeds else None
         return DispatchedStep(work, lambda: self._sample(work, out.logits), scores, embeddings)
 
-    def warm(self) -> None:
-        """Compile or load the executables of every shape, and run some of them on padding."""
-        for shape in self.buckets.all():
-            self._compiler.compile_step(self._stages, shape)
-        self._compiler.compile_pools(self._stages)
-        for stage in self._stages:
-            for loaded in stage.distinct_layers:
-                self._compiler.compile_layer_for_growth(stage, loaded)
+    def compile(self) -> None:
+        """Compile or load the executables of every shape. Nothing runs on the devices."""
+        self._ahead.compile(self._stages, self.pools.segments)
         self.fuse_decodes([loaded.signature() for stage in self._stages for loaded in stage.layers])
         self._compiler.wait()
         if self._fused is not None:
             self._fused.wait()
+
+    def warm(self) -> None:
+        """Compile or load the executables of every shape, and run some of them on padding."""
+        self.compile()
         for shape in self._warm_up_shapes():
             self._run_on_padding(shape)
         for stage in self._stages:
@@ -159,13 +162,11 @@ class BlockExecutor:
         """
         stage = next(stage for stage in self._stages if stage.placement == loaded.placement and stage.layers)
         layer = stage.first_layer
-        for shape in self.buckets.all():
-            self._compiler.compile_layer(stage, loaded, shape)
-        self._compiler.compile_layer_for_growth(stage, loaded)
+        self._ahead.compile_layer(stage.placement, loaded, self.pools.segments)
         self._compiler.wait()
         for shape in self._warm_up_shapes():
-            inputs = jax.tree.map(_zeros, self._compiler.layer_inputs(stage, shape))
-            run = loaded.executable.at((shape, self.pools.segments))
+            inputs = jax.tree.map(_zeros, self._ahead.layer_inputs(stage.placement, shape))
+            run = loaded.executable.at((shape, self.pools.pages))
             _, self.pools[layer] = run(*inputs, self.pools[layer], *loaded.leaves)
         jax.block_until_ready(self.pools[layer])
 
@@ -178,10 +179,9 @@ class BlockExecutor:
         """Start to fuse the shapes of decode-only steps for these decoder layers, if the fused tier does so ahead."""
         if self._fused is None or not self.fuses_ahead:
             return
-        for index, stage in enumerate(self._stages):
-            for shape in self.buckets.all():
-                if not shape.tiles:
-                    self._compiler.fuse(self._fused, index, stage, shape, layers[stage.pools])
+        segments = self.pools.segments
+        for index, shape, program, arguments in self._ahead.fused_stages(self._stages, layers, segments):
+            self._fused.compile(StageKey(index, shape, program.layers, segments), program, *arguments)
 
     @contextmanager
     def running(self, layers: abc.Sequence[LoadedBlock], *, fused: bool = False) -> Iterator[None]:
@@ -280,7 +280,8 @@ class BlockExecutor:
                 x, results, self.pools[stage.pools] = fused(packed, carried, pools, stage.leaves)
                 return x, results
             if self._fused.count_use(key):
-                self._compiler.fuse(self._fused, index, stage, shape, [loaded.signature() for loaded in stage.layers])
+                program, arguments = self._ahead.fused_stage(stage, shape, stage.layers, self.pools.segments)
+                self._fused.compile(key, program, *arguments)
         return self._run_blocks(index, stage, shape, packed, carried, range(len(stage.layers)))
 
     def _run_blocks(
@@ -292,7 +293,8 @@ class BlockExecutor:
         tokens, rows, *context = unpacked
         x = carried
         if stage.embed is not None:
-            x = stage.embed.executable.at(shape.tokens)(tokens, carried, *stage.embed.leaves)
+            embed = stage.embed.executable.at((shape.tokens, self.sampler.slots))
+            x = embed(tokens, carried, *stage.embed.leaves)
         calls = self._layer_calls_of(index, stage, shape)
         for layer in layers:
             pool = stage.first_layer + layer
@@ -304,9 +306,8 @@ class BlockExecutor:
     def _layer_calls_of(self, index: int, stage: Stage, shape: StepShape) -> tuple[Callable, ...]:
         key = index, shape, self.pools.segments
         if key not in self._layer_calls:
-            self._layer_calls[key] = tuple(
-                loaded.executable.at((shape, self.pools.segments)) for loaded in stage.layers
-            )
+            pages = self.pools.pages
+            self._layer_calls[key] = tuple(loaded.executable.at((shape, pages)) for loaded in stage.layers)
         return self._layer_calls[key]
 
     def _newest_tokens(self, stage: Stage) -> Array:
@@ -337,7 +338,7 @@ class BlockExecutor:
         tile = len(targets)
         x = self._slice_tile.at(out.x.shape[0])(self._one_program_at_a_time(out).x, np.int32(start))
         _, logits = head.executable.at((tile, tile))(x, np.arange(tile, dtype=np.int32), *head.leaves)
-        return self._one_program_at_a_time(self.sampler.score.at(tile)(logits, targets))
+        return self._one_program_at_a_time(self.sampler.programs.score.at(tile)(logits, targets))
 
     def _normalized(self, hidden: Array) -> Array:
         return self._normalize.at(hidden.shape[0])(hidden)
@@ -345,8 +346,9 @@ class BlockExecutor:
     def _one_program_at_a_time(self, results: T) -> T:
         """Return a program's results, after waiting for them if several devices share the processor's threads.
 
-        XLA has as many threads for such devices as there are devices. A device's part of a program occupies a thread
-        while it waits for the parts of other devices, so that two independent programs at once may block each other.
+        A device's part of a program occupies a thread while it waits for the parts of other devices, so that two
+        independent programs at once may block each other if XLA has hardly more threads than devices. `resolve` asks
+        for more, but a user, or a program that started JAX before, may have decided otherwise.
         """
         return jax.block_until_ready(results) if self._devices_share_threads else results
 

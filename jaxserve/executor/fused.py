@@ -7,9 +7,8 @@ has been used often since a layer was last replaced.
 """
 
 import logging
-import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from jaxserve.compilation.cache import CompileCounter
+from jaxserve.compilation.cache import FUSED_TIER, CompileCounter
 from jaxserve.compilation.programs import Compiler, Program, abstract, compile_threads
 from jaxserve.core.step_shapes import StepShape
 from jaxserve.kernels import Pool
@@ -74,6 +73,38 @@ class StageProgram:
         return x, results, tuple(written)
 
 
+class FusedPrograms:
+    """The fused executables of all instances, by stage and by the shapes of what they are called with. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._executables: dict[Hashable, Fused] = {}
+
+    def find(self, key: Hashable) -> Fused | None:
+        """Return the executable for a key of `shared_key`, or None if there is none."""
+        return self._executables.get(key)
+
+    def compile(self, program: StageProgram, arguments: tuple, compiler: Compiler) -> Fused:
+        """Return the executable of a stage for abstract arguments, compiled in the caller's thread if it is missing."""
+        key = shared_key(program, arguments)
+        if key not in self._executables:
+            packed, _, pools, _ = arguments
+            # Results have the shardings of the arguments.
+            shardings = (packed.sharding, packed.sharding, jax.tree.map(lambda array: array.sharding, pools))
+            jitted = jax.jit(program.__call__, donate_argnums=2, out_shardings=shardings)
+            self._executables[key] = compiler.executable(Program(program.name, jitted), *arguments)
+        return self._executables[key]
+
+    def drop(self, key: Hashable) -> None:
+        """Forget an executable. Who has found it may go on with it."""
+        self._executables.pop(key, None)
+
+
+def shared_key(program: StageProgram, arguments: tuple) -> Hashable:
+    """Return what identifies the executable of a stage for these arguments, in any instance."""
+    _, carried, pools, _ = arguments  # the shapes of the others follow from the program
+    return program, carried.shape, tuple(segment.shape for segment in pools[0]) if pools else None
+
+
 class FusedTier:
     """The fused executables of an executor, and the threads that compile them."""
 
@@ -84,17 +115,20 @@ class FusedTier:
         patience: int | None = PATIENCE,
         at_warmup: bool = False,
         compiler: Compiler | None = None,
+        programs: FusedPrograms | None = None,
     ):
         """Compile a shape in the background after `patience` uses, or never for None.
 
-        With `at_warmup` the executor compiles the shapes of decode-only steps while it warms up.
+        With `at_warmup` the executor compiles the shapes of decode-only steps while it warms up. `programs` has what
+        other executors have compiled.
         """
         self.at_warmup = at_warmup
         self._counter = counter
         self._compiler = compiler or Compiler()
+        self._programs = programs or FusedPrograms()
         self._patience = patience
         self._uses: Counter[StageKey] = Counter()
-        self._compiled: dict[StageKey, Future[None]] = {}
+        self._compiled: dict[StageKey, tuple[Future[None], Hashable]] = {}  # with the shared keys
         self._ready: dict[StageKey, Fused] = {}
         threads = compile_threads() if patience is None else 1  # while the engine serves, steps need the cores
         self._pool = ThreadPoolExecutor(threads, "jaxserve-fuse", initializer=self._mark_thread)
@@ -116,21 +150,25 @@ class FusedTier:
         The oldest background executables beyond `MAX_BACKGROUND` are dropped.
         """
         if key not in self._compiled:
-            self._compiled[key] = self._pool.submit(self._compile, key, program, *jax.tree.map(abstract, arguments))
+            outlines = jax.tree.map(abstract, arguments)
+            future = self._pool.submit(self._compile, key, program, outlines)
+            self._compiled[key] = future, shared_key(program, outlines)
             while self._patience is not None and len(self._compiled) > MAX_BACKGROUND:
                 oldest = next(iter(self._compiled))
-                self._compiled.pop(oldest).cancel()
+                future, shared = self._compiled.pop(oldest)
+                future.cancel()
                 self._ready.pop(oldest, None)
+                self._programs.drop(shared)
 
     def blocks_changed(self) -> None:
         """Count uses from zero, and drop the compilations that have not begun: they may never be needed."""
         self._uses.clear()
-        for key in [key for key, future in self._compiled.items() if future.cancel()]:
+        for key in [key for key, (future, _) in self._compiled.items() if future.cancel()]:
             del self._compiled[key]
 
     def wait(self) -> None:
         """Wait for the compilations that were started."""
-        wait(self._compiled.values())
+        wait([future for future, _ in self._compiled.values()])
 
     def close(self) -> None:
         """Drop the compilations that have not begun, and wait for the others."""
@@ -139,15 +177,11 @@ class FusedTier:
         self._ready.clear()
 
     def _mark_thread(self) -> None:
-        self._counter.fusing_threads.add(threading.get_ident())
+        self._counter.count_thread_as(FUSED_TIER)
 
-    def _compile(self, key: StageKey, program: StageProgram, packed, carried, pools, leaves) -> None:
-        # Results have the shardings of the arguments.
-        shardings = (packed.sharding, packed.sharding, jax.tree.map(lambda array: array.sharding, pools))
+    def _compile(self, key: StageKey, program: StageProgram, arguments: tuple) -> None:
         try:
-            jitted = jax.jit(program.__call__, donate_argnums=2, out_shardings=shardings)
-            fused = Program(program.name, jitted)
-            self._ready[key] = self._compiler.executable(fused, packed, carried, pools, leaves)
+            self._ready[key] = self._programs.compile(program, arguments, self._compiler)
         except Exception:
             log.exception("fusing a stage failed: steps run block by block")
             raise

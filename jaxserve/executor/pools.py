@@ -5,17 +5,19 @@ Other pools take memory segment by segment (`kernels.pool_segments`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, overload
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from jaxserve.compilation.programs import Compiler, Program, abstract
+from jaxserve.compilation.programs import Program, StartsCompiling
 from jaxserve.core.kv_layout import MAX_MOVED_PAGES, segments_covering
 from jaxserve.core.step_shapes import smallest_holding
-from jaxserve.kernels import Pool, move_pages, release_pages
+from jaxserve.kernels import Pool, move_pages, pool_shape, release_pages, reserving, storage_dtype
 from jaxserve.parallel.placement import bytes_held
 
 MOVES = (16, MAX_MOVED_PAGES)  # pages that one call moves; padded with moves of the null page to itself
@@ -24,23 +26,78 @@ Growth = list[Pool]  # for each layer, the segments to extend its pool by
 AbstractPool = tuple[jax.ShapeDtypeStruct, ...]
 
 
+class PoolPrograms:
+    """The programs that make the segments of KV pools on certain devices, and that shrink pools in place."""
+
+    def __init__(self, sharding: NamedSharding, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike):
+        """`dtype` is the dtype of activations, or int8."""
+        platform = next(iter(sharding.device_set)).platform
+        self._sharding, self._dtype = sharding, storage_dtype(dtype, platform)
+        self._shape = partial(
+            pool_shape, kv_heads=kv_heads, page_size=page_size, head_dim=head_dim, dtype=dtype, platform=platform
+        )
+        self._make = Program(
+            f"make {self._shape(1)} {self._dtype} {sharding.mesh.size}",
+            jax.jit(self._reserve, static_argnums=0, out_shardings=sharding),
+            sharding.mesh,
+        )
+        self._move = _on_each_device(move_pages, sharding, 2)
+        self._release = _on_each_device(release_pages, sharding, 1)
+
+    def abstract(self, sizes: Sequence[int]) -> AbstractPool:
+        """Return the abstract pool with segments of these numbers of pages."""
+        return tuple(jax.ShapeDtypeStruct(self._shape(size), self._dtype, sharding=self._sharding) for size in sizes)
+
+    def make(self, pages: int) -> Pool:
+        """Return a pool of zeros with one segment. On an elastic platform a page takes memory when it is written."""
+        made = self._make.executables.get(pages)
+        return (self._make(pages) if made is None else made(),)
+
+    def move(self, pool: Pool, pairs: list[tuple[int, int]]) -> Pool:
+        """Return the pool with some pages copied to others, at most `MOVES[-1]`."""
+        size = smallest_holding(MOVES, len(pairs))
+        ids = np.zeros((2, size), np.int32)
+        ids[:, : len(pairs)] = np.transpose(pairs)
+        return self._move.at((_pages(pool), size))(pool, *ids)
+
+    def release(self, pool: Pool, pages: int) -> Pool:
+        """Return the pool without the memory of the pages from `pages` on, whose contents become undefined."""
+        return self._release.at(_pages(pool))(pool, np.array([pages, pool[0].shape[0]], np.int32))
+
+    def compile_segments(self, sizes: Iterable[int], compiler: StartsCompiling) -> None:
+        """Start to compile the programs that make segments of these numbers of pages."""
+        for size in dict.fromkeys(sizes):
+            compiler.compile(self._make, size, static=(size,))
+
+    def compile(self, sizes: Sequence[int], present: int, compiler: StartsCompiling) -> None:
+        """Start to compile the programs of a pool with `present` segments of these sizes, and with more of them."""
+        self.compile_segments(sizes, compiler)
+        for count in range(present, len(sizes) + 1):
+            pool = self.abstract(sizes[:count])
+            for size in MOVES:
+                ids = jax.ShapeDtypeStruct((size,), np.int32)
+                compiler.compile(self._move, (_pages(pool), size), pool, ids, ids)
+            compiler.compile(self._release, _pages(pool), pool, jax.ShapeDtypeStruct((2,), np.int32))
+
+    def _reserve(self, pages: int) -> jax.Array:
+        return reserving(self._shape(pages), self._dtype, self._sharding)()
+
+
 class Pools:
-    """The KV pools of an instance's decoder layers, in order, and the executables that shrink them in place.
+    """The KV pools of an instance's decoder layers, in order.
 
     All pools have segments of the same sizes. Methods that change them are called between two steps and only dispatch:
     steps that were dispatched before use the pages as they were.
     """
 
-    def __init__(self, make: Sequence[Callable[[int], Pool]], sizes: Sequence[int]):
-        """Make the first segment of every pool; `make[layer](pages)` returns a segment of a layer.
+    def __init__(self, programs: Sequence[PoolPrograms], sizes: Sequence[int]):
+        """Make the first segment of every pool, with the programs of each layer.
 
         `sizes` holds the pages of all segments that a pool may have.
         """
-        self._make, self.sizes = tuple(make), tuple(sizes)
+        self._programs, self.sizes = tuple(programs), tuple(sizes)
+        self._make = tuple(programs.make for programs in self._programs)
         self._pools = [make(self.sizes[0]) for make in self._make]
-        shardings = {pool[0].sharding for pool in self._pools}
-        self._move = {sharding: _on_each_device(move_pages, sharding, 2) for sharding in shardings}
-        self._release = {sharding: _on_each_device(release_pages, sharding, 1) for sharding in shardings}
 
     def __len__(self) -> int:
         return len(self._pools)
@@ -65,6 +122,11 @@ class Pools:
     def segments(self) -> int:
         """The present number of segments of each pool."""
         return len(self._pools[0]) if self._pools else 1
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """The numbers of pages of the present segments, which the programs of steps depend on."""
+        return self.sizes[: self.segments]
 
     @property
     def nbytes(self) -> int:
@@ -104,57 +166,33 @@ class Pools:
         pairs, batch, kept = list(moves.items()), MOVES[-1], segments_covering(self.sizes, pages)
         for layer in range(len(self)):  # copy in all layers before any page is released
             for start in range(0, len(pairs), batch):
-                self._pools[layer] = self._move_batch(self._pools[layer], pairs[start : start + batch])
+                self._pools[layer] = self._programs[layer].move(self._pools[layer], pairs[start : start + batch])
         for layer, pool in enumerate(self._pools):
-            self._pools[layer] = self._release_from(pool[:kept], pages)
+            self._pools[layer] = self._programs[layer].release(pool[:kept], pages)
             free([pool[kept:]])
-
-    def compile(self, layer: int, compiler: Compiler) -> None:
-        """Start to compile the shrinking of a layer's pool, for the present and all larger numbers of segments."""
-        pool = tuple(map(abstract, self._pools[layer]))
-        move, release = self._move[pool[0].sharding], self._release[pool[0].sharding]
-        for size in MOVES:
-            ids = jax.ShapeDtypeStruct((size,), np.int32)
-            for grown in (pool, *self.grown(layer)):
-                compiler.compile(move, (len(grown), size), grown, ids, ids)
-        for kept in (pool, *self.grown(layer)):
-            compiler.compile(release, len(kept), kept, jax.ShapeDtypeStruct((2,), np.int32))
 
     def run_on_padding(self, layer: int) -> None:
         """Run the compiled programs of a layer's pool without effect: the null page moves and no page is released."""
-        pool = self._pools[layer]
+        programs, pool = self._programs[layer], self._pools[layer]
         for size in MOVES:
-            pool = self._move_batch(pool, [(0, 0)] * size)
-        self._pools[layer] = self._release_from(pool, pool[0].shape[0])
+            pool = programs.move(pool, [(0, 0)] * size)
+        self._pools[layer] = programs.release(pool, pool[0].shape[0])
         for size in set(self.sizes[1:]):
             free([self._make[layer](size)])
-
-    def grown(self, layer: int) -> list[AbstractPool]:
-        """Return a layer's abstract pool with two segments, with three, and so on."""
-        first = abstract(self._pools[layer][0])
-        segments = tuple(
-            jax.ShapeDtypeStruct((size, *first.shape[1:]), first.dtype, sharding=first.sharding) for size in self.sizes
-        )
-        return [segments[:count] for count in range(2, len(segments) + 1)]
 
     def close(self) -> None:
         """Free the memory of all pools."""
         free(self._pools)
-
-    def _move_batch(self, pool: Pool, pairs: list[tuple[int, int]]) -> Pool:
-        sharding, size = pool[0].sharding, smallest_holding(MOVES, len(pairs))
-        ids = np.zeros((2, size), np.int32)
-        ids[:, : len(pairs)] = np.transpose(pairs)
-        return self._move[sharding].at((len(pool), size))(pool, *ids)
-
-    def _release_from(self, pool: Pool, pages: int) -> Pool:
-        return self._release[pool[0].sharding].at(len(pool))(pool, np.array([pages, pool[0].shape[0]], np.int32))
 
 
 def free(pools: Iterable[Pool]) -> None:
     """Free the memory of segments after everything that was dispatched for them has run."""
     for segment in chain.from_iterable(pools):
         segment.delete()
+
+
+def _pages(pool: Pool | AbstractPool) -> tuple[int, ...]:
+    return tuple(segment.shape[0] for segment in pool)
 
 
 def _on_each_device(operation: Callable[..., Pool], sharding: NamedSharding, operands: int) -> Program:

@@ -4,25 +4,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Generic, TypeVar
 
 from jax import Array
 
 from jaxserve.compilation.programs import Program
-from jaxserve.executor.blocks import LoadedBlock
+from jaxserve.executor.blocks import BlockSignature, LoadedBlock
 from jaxserve.parallel.placement import Placement
+
+Block = TypeVar("Block", LoadedBlock, BlockSignature)
 
 
 @dataclass(frozen=True)
-class Stage:
+class Stage(Generic[Block]):
     """Consecutive blocks on one placement: any of the embedding, decoder layers and the head.
 
-    `first_layer` is the index of the first decoder layer in the model, and so of its KV pool.
+    The blocks are loaded, or only their signatures are known. `first_layer` is the index of the first decoder layer in
+    the model, and so of its KV pool.
     """
 
     placement: Placement
-    embed: LoadedBlock | None
-    layers: tuple[LoadedBlock, ...]
-    head: LoadedBlock | None
+    embed: Block | None
+    layers: tuple[Block, ...]
+    head: Block | None
     first_layer: int
 
     @cached_property
@@ -31,7 +35,7 @@ class Stage:
         return tuple(loaded.executable for loaded in self.layers)
 
     @property
-    def distinct_layers(self) -> tuple[LoadedBlock, ...]:
+    def distinct_layers(self) -> tuple[Block, ...]:
         """The last decoder layer of each program."""
         return tuple({loaded.executable: loaded for loaded in self.layers}.values())
 
@@ -47,9 +51,9 @@ class Stage:
         return slice(self.first_layer, self.first_layer + len(self.layers))
 
 
-def stages_of(blocks: Sequence[LoadedBlock]) -> tuple[Stage, ...]:
+def stages_of(blocks: Sequence[LoadedBlock]) -> tuple[Stage[LoadedBlock], ...]:
     """Return the stages of a model's blocks, which are in order."""
-    stages: list[Stage] = []
+    stages: list[Stage[LoadedBlock]] = []
     first_layer = 0
     for placement, run in groupby(blocks, key=lambda loaded: loaded.placement):
         by_kind = {

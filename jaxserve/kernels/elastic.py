@@ -9,13 +9,13 @@ Pools are segments [P, ...] (`kernels.pool_segments`): pages are the first axis 
 device of a sharding. An elastic pool has one segment.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from jaxserve.kernels.native import kv as native
@@ -44,6 +44,17 @@ def reserve(shape: Sequence[int], dtype: DTypeLike, device: jax.Device | Shardin
         with jax.default_device(part):
             shards.append(_reserve(sharding.shard_shape(tuple(shape)), jnp.dtype(dtype)))
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
+
+
+def reserving(shape: Sequence[int], dtype: DTypeLike, sharding: NamedSharding) -> Callable[[], Array]:
+    """Return a function that returns what `reserve` does, to be compiled with `sharding` for its result."""
+    if not is_elastic(platform_of(sharding)):
+        return partial(jnp.zeros, tuple(shape), dtype)
+    reserve = partial(native.reserve_pool, sharding.shard_shape(tuple(shape)), jnp.dtype(dtype))
+    if sharding.mesh.size == 1:
+        return reserve
+    # Custom calls do not declare how their outputs vary over devices, so that cannot be checked.
+    return jax.shard_map(reserve, mesh=sharding.mesh, in_specs=(), out_specs=sharding.spec, check_vma=False)
 
 
 def release_pages(pool: Pool, pages: Array) -> Pool:

@@ -62,8 +62,15 @@ def kv_pool(
     `dtype` is the dtype of activations, or int8. On an elastic platform a page takes memory when it is first written.
     """
     platform = platform_of(device)
-    shape = (pages, kv_heads, 2, page_size, row_size(head_dim, dtype, platform))
+    shape = pool_shape(pages, kv_heads, page_size, head_dim, dtype, platform)
     return (reserve(shape, storage_dtype(dtype, platform), device),)
+
+
+def pool_shape(
+    pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, platform: str
+) -> tuple[int, ...]:
+    """Return the shape [P, K, 2, S, R] of a segment, in a pool for `dtype` values on a platform."""
+    return (pages, kv_heads, 2, page_size, row_size(head_dim, dtype, platform))
 
 
 def to_storage(x: Array, dtype: DTypeLike, row: int) -> Array:

@@ -5,6 +5,7 @@ Modules name logical axes, and `RULES` maps them to the mesh axis "tp".
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import jax
@@ -27,7 +28,7 @@ class Placement:
 
     devices: tuple[jax.Device, ...]
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
         return Mesh(np.array(self.devices), (TP,))
 

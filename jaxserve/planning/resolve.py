@@ -6,6 +6,7 @@ It takes no memory: of the checkpoint only its configuration and the tensors' he
 import contextlib
 import logging
 import os
+import re
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +46,7 @@ QUICK_COMPILATION = (
 )
 SMALL_MACHINE = 4  # processors
 MAX_PADDING = 0.03  # share of the weights or of the KV cache that padding may add without a warning
+THREADS_PER_DEVICE = 4  # of XLA, if there are several CPU devices
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def resolve(config: EngineConfig) -> Resolved:
     path = Path(config.model) if config.model is not None else bundled_model_path()
     checkpoint = open_checkpoint(path, load_format=config.load_format)
     xla_multiplies = not _native_multiplies_all(config, _in_dtype(config, checkpoint, "cpu").config)
-    devices = _devices(config.tp * config.pp * config.dp, xla_multiplies=xla_multiplies)
+    devices = _chosen(config, _devices(_num_devices(config), xla_multiplies=xla_multiplies))
     platform = devices[0].platform
     if platform not in PLATFORMS:
         raise ConfigError(f"platform {platform!r} is not supported; supported: {', '.join(PLATFORMS)}")
@@ -159,18 +161,48 @@ def _native_multiplies_all(config: EngineConfig, model: ModelConfig) -> bool:
 def _devices(wanted: int, *, xla_multiplies: bool) -> tuple[jax.Device, ...]:
     """Return the machine's devices; on CPU make `wanted` virtual devices, if JAX has not started yet.
 
-    XLA needs all of its threads if it multiplies by weights (`xla_multiplies`).
+    XLA needs all of its threads if it multiplies by weights (`xla_multiplies`). For several devices it needs clearly
+    more than there are devices: a device's part of a program occupies a thread while it waits for the parts of other
+    devices, so that programs which run at the same time could block each other for ever.
     """
+    given = re.search(rf"{VIRTUAL_DEVICES}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    count = int(given[1]) if given else wanted
+    if count > 1:
+        os.environ.setdefault(XLA_THREADS, str(max(THREADS_PER_DEVICE * count, processors())))
     if not xla_multiplies and processors() <= SMALL_MACHINE:
         _limit_xla_to_one_thread()
     elif processors() < allowed_processors():
         # XLA respects the affinity of the process, but not the quota of a control group.
         os.environ.setdefault(XLA_THREADS, str(processors()))
-    if wanted > 1 and VIRTUAL_DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    if wanted > 1 and not given:
         # After JAX has started, its devices can no longer change.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", wanted)
     return devices()
+
+
+def _num_devices(config: EngineConfig) -> int:
+    """Return the number of devices that a configuration wants, of which instances may use some only later."""
+    return config.virtual_devices or config.tp * config.pp * config.dp
+
+
+def _chosen(config: EngineConfig, devices: tuple[jax.Device, ...]) -> tuple[jax.Device, ...]:
+    """Return the devices that a configuration may use. Raise `ConfigError` if `virtual_devices` is impossible."""
+    count, needed, platform = config.virtual_devices, config.tp * config.pp * config.dp, devices[0].platform
+    if count is None:
+        return devices
+    if platform != "cpu":
+        raise ConfigError(
+            f"virtual_devices is {count}: only the CPU has virtual devices, and JAX computes on {platform} "
+            "(JAX_PLATFORMS=cpu chooses the CPU)"
+        )
+    if count < needed:
+        raise ConfigError(f"virtual_devices is {count}: tp x pp x dp needs {needed} devices")
+    if count > len(devices):
+        raise ConfigError(
+            f"virtual_devices is {count}: this process has {len(devices)} already (XLA_FLAGS, or JAX has started)"
+        )
+    return devices[:count]
 
 
 def _limit_xla_to_one_thread() -> None:
@@ -202,7 +234,7 @@ def _budget(config: EngineConfig, devices: tuple[jax.Device, ...]) -> int:
 
 def _devices_per_memory(config: EngineConfig, platform: str) -> int:
     """Return how many devices share one memory: on CPU all virtual devices share the host's."""
-    return config.tp * config.pp * config.dp if platform == "cpu" else 1
+    return _num_devices(config) if platform == "cpu" else 1
 
 
 def _info(config: EngineConfig, checkpoint: Checkpoint, path: Path, max_len: int) -> ModelInfo:

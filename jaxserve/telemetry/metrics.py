@@ -197,7 +197,7 @@ class EngineMetrics:
         self._add("admission_rejections", reason)
 
     def compiled(self, tier: str) -> None:
-        """Count an executable that was compiled for a tier ("block" or "fused")."""
+        """Count an executable that was compiled for a tier ("block", "fused" or "ahead")."""
         self._add("compilations", tier)
 
     def transition(self, kind: str, outcome: str, seconds: float) -> None:

@@ -7,6 +7,7 @@ import pytest
 from jaxserve import EngineConfig
 from jaxserve.build import build
 from jaxserve.sampling.device_sampler import DeviceSampler
+from jaxserve.sampling.programs import SamplerPrograms
 from tests.support.internals import sampling_calls, stage_on_padding
 
 
@@ -21,7 +22,9 @@ def test_step_programs_lower_for_cuda_without_native_kernels(
     step = stage_on_padding(executor, shape)
     stage = step.stage
     _, logits = stage.head.executable(step.x, step.rows, *stage.head.leaves)
-    sampler = DeviceSampler(stage.placement, slots=8, vocab=logits.shape[1], max_len=16, top_logprobs=2, backend="xla")
+    sampler = DeviceSampler(
+        SamplerPrograms(stage.placement, slots=8, vocab=logits.shape[1], max_len=16, top_logprobs=2, backend="xla")
+    )
     sampling_programs = sampling_calls(sampler, logits)
     assert len(sampling_programs) == 6, "greedy, random, adjusted, full; masks, and log-probabilities beside them"
     for function, arguments in (

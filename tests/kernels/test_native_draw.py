@@ -10,6 +10,7 @@ from jaxserve.kernels.native import sampling as native
 from jaxserve.parallel.placement import Placement
 from jaxserve.sampling import ops as sampler
 from jaxserve.sampling.device_sampler import DeviceSampler
+from jaxserve.sampling.programs import SamplerPrograms
 from tests.support.internals import sampling_calls, uniform_numbers
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
@@ -164,9 +165,10 @@ def test_native_draw_for_a_slot_out_of_range_is_refused(slot: int) -> None:
 def test_sampler_on_one_device_draws_natively_unless_xla_is_chosen(backend: str, native_runs: bool) -> None:
     several = jax.devices()[:2]
     for devices in [several[:1], several]:
-        made = DeviceSampler(
+        programs = SamplerPrograms(
             Placement(tuple(devices)), slots=SLOTS, vocab=9, max_len=16, top_logprobs=2, backend=backend
         )
+        made = DeviceSampler(programs)
         logits = jax.device_put(jnp.zeros((ROWS, 9)), Placement(tuple(devices)).sharding())
         calls = [function.lower(*arguments).as_text() for function, arguments in sampling_calls(made, logits)]
         drawn = sum("jaxserve_draw" in call for call in calls)  # all but the masks, and log-probabilities beside them

@@ -116,6 +116,44 @@ def test_impossible_parallel_degrees_are_refused(tiny_model: Path, options: dict
         LLM(tiny_model, **OPTIONS, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"virtual_devices": 0}, "virtual_devices is 0: it must be an integer of at least 1"),
+        ({"virtual_devices": 3, "tp": 2, "dp": 2}, "virtual_devices is 3: tp x pp x dp needs 4 devices"),
+        ({"virtual_devices": 9}, "virtual_devices is 9: this process has 8 already"),
+    ],
+)
+def test_impossible_number_of_virtual_devices_is_refused(tiny_model: Path, options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(tiny_model, **OPTIONS, **options)
+
+
+def test_devices_beyond_the_virtual_ones_are_not_used(tiny_model: Path) -> None:
+    resolved = resolve(EngineConfig(model=tiny_model, virtual_devices=4, **OPTIONS))
+    assert resolved.devices == tuple(jax.devices()[:4])
+    assert resolved.limits.budget == OPTIONS["memory_gb"] * 1e9 // 4, "they share the host's memory"
+
+
+VIRTUAL = """
+import os
+import jax
+from jaxserve.core.config import EngineConfig
+from jaxserve.planning.resolve import resolve
+
+resolved = resolve(EngineConfig(virtual_devices=3, dp=2, memory_gb=8))
+print(len(resolved.devices), len(jax.devices()), os.environ["PJRT_NPROC"])
+"""
+
+
+def test_virtual_devices_are_made_without_xla_flags() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")}
+    done = subprocess.run([sys.executable, "-c", VIRTUAL], env=environment, capture_output=True, text=True, check=True)
+    devices, of, threads = map(int, done.stdout.split())
+    assert (devices, of) == (3, 3)
+    assert threads >= 4 * 3
+
+
 SCORES = """
 from jaxserve import LLM, SamplingParams
 
@@ -133,7 +171,7 @@ def test_prompt_scoring_on_one_thread_per_device_does_not_deadlock() -> None:
 
     More devices than the engine uses, as in the other tests, would give spare threads.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PJRT_NPROC": "2"}
     command = [sys.executable, "-c", SCORES]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == "scored\n", done.stderr[-2000:]

@@ -40,6 +40,19 @@ def test_dense_bfloat16_model_on_native_kernels_leaves_xla_one_thread(monkeypatc
     )
 
 
+@pytest.mark.parametrize("model", [DENSE, EXPERTS])
+@pytest.mark.parametrize(
+    ("config", "flags", "threads"),
+    [
+        (EngineConfig(dp=2), "", "8"),
+        (EngineConfig(virtual_devices=4), "", "16"),
+        (EngineConfig(tp=2), "--xla_force_host_platform_device_count=8", "32"),
+    ],
+)
+def test_several_devices_get_four_threads_each(monkeypatch, config, model, flags, threads):
+    assert asked(monkeypatch, config, model, ("amx",), flags)[0] == threads
+
+
 @pytest.mark.parametrize(
     "given", [" ".join(flag.partition("=")[0] + "=given" for flag in resolution.QUICK_COMPILATION), "a/file"]
 )

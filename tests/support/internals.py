@@ -125,13 +125,14 @@ def wrap_rename(patch: pytest.MonkeyPatch, pool: Any, wrap: Callable[[Callable],
 
 def wrap_move_batch(patch: pytest.MonkeyPatch, pools: Any, wrap: Callable[[Callable], Callable]) -> None:
     """Replace the method that moves pages of one layer's pool on the device."""
-    patch.setattr(pools, "_move_batch", wrap(pools._move_batch))
+    for programs in set(pools._programs):
+        patch.setattr(programs, "move", wrap(programs.move))
 
 
 def move_program_of(pools: Any) -> Any:
     """Return the only program with which an executor's pools move pages."""
-    (program,) = pools._move.values()
-    return program
+    (programs,) = set(pools._programs)
+    return programs._move
 
 
 def wrap_pool_maker(patch: pytest.MonkeyPatch, pools: Any, layer: int, wrap: Callable[[Callable], Callable]) -> None:
@@ -186,6 +187,11 @@ def fused_keys(tier: Any) -> set[Any]:
 def unfused_uses(tier: Any) -> dict[Any, int]:
     """Return how often steps of each key ran block by block."""
     return dict(tier._uses)
+
+
+def saved_programs_of(warm: Any) -> Any:
+    """Return the `SavedPrograms` of an engine, given its `WarmPlacements`."""
+    return warm._saved
 
 
 def sampling_calls(sampler: Any, logits: Any) -> list[tuple[Any, tuple]]:
@@ -243,10 +249,10 @@ def example_prompt(client: Any) -> Any:
 
 
 def choose_devices(config: Any, model: Any) -> None:
-    """Set the environment of XLA as `resolve` does for one device."""
+    """Set the environment of XLA as `resolve` does."""
     from jaxserve.planning import resolve
 
-    resolve._devices(1, xla_multiplies=not resolve._native_multiplies_all(config, model))
+    resolve._devices(resolve._num_devices(config), xla_multiplies=not resolve._native_multiplies_all(config, model))
 
 
 def ragged_matmul(x: Any, w: Any, sizes: Any) -> Any:

@@ -1,0 +1,114 @@
+"""Instances of equal kind share compiled programs, and placements are warmed before any instance uses them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxserve.build import BuiltEngine, build, build_instance
+from jaxserve.compilation.programs import Compiler, Program
+from jaxserve.control import InstancePlan
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.progress import ignore_progress
+from jaxserve.executor.executor import BlockExecutor
+from jaxserve.executor.warmup import warm_variants
+from tests.support.internals import run_on_padding, saved_programs_of
+
+OPTIONS = {"load_format": "dummy", "max_num_seqs": 2, "max_num_batched_tokens": 2 + 32, "memory_gb": 4}
+
+
+def moved(plan: InstancePlan, *devices: tuple[int, ...]) -> InstancePlan:
+    """Return the plan of an instance like this one with its stages on other devices."""
+    stages = (replace(stage, devices=at) for stage, at in zip(plan.stages, devices, strict=True))
+    return replace(plan, name="moved", stages=tuple(stages))
+
+
+def make(built: BuiltEngine, plan: InstancePlan) -> BlockExecutor:
+    """Return the warm executor of an instance that is made while the engine serves."""
+    compiler = Compiler(saved_programs_of(built.warm))
+    executor, _ = build_instance(built.resolved, plan, built.programs, built.compilations, compiler, ignore_progress)
+    executor.warm()
+    warm_variants(executor, built.resolved.padded_model, plan, built.resolved.variants)
+    return executor
+
+
+@pytest.fixture
+def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of all programs that are lowered."""
+    names: list[str] = []
+    lower = Program.lower
+    monkeypatch.setattr(Program, "lower", lambda self, *given: names.append(self.name) or lower(self, *given))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [
+        ({}, ((3,),)),
+        ({"tp": 2}, ((5, 4),)),
+        ({"pp": 2, "kv_cache_dtype": "int8"}, ((6,), (2,))),
+        ({"variants": ("int8",), "layer_precision": "1:int4"}, ((3,),)),
+        ({"tp": 2, "variants": ("int4",)}, ((2, 7),)),
+        ({"policy": "morph-performance"}, ((1,),)),
+        ({"kernel_backend": "xla", "kv_pages": 20, "max_kv_pages": 40}, ((1,),)),
+    ],
+    ids=["one device", "tp", "pp", "variants", "tp and variants", "policy", "segments"],
+)
+def test_instance_on_a_warm_placement_compiles_and_loads_nothing(
+    tiny_model: Path, lowered: list[str], options: dict, devices: tuple[tuple[int, ...], ...]
+) -> None:
+    built = build(EngineConfig(model=tiny_model, **OPTIONS | options))
+    (start,) = built.resolved.plan.instances
+    other = moved(start, *devices)
+    assert built.warm.is_warm(start), "the start is warm before the engine is ready"
+    assert not built.warm.is_warm(other)
+    before, arrays = dict(built.compilations.counts), len(jax.live_arrays())
+    lowered.clear()
+    built.warm.warm_in_background([other])
+    built.warm.wait()
+    assert built.warm.is_warm(other)
+    assert lowered == [], "executables of the first placement are loaded for the other one"
+    assert len(jax.live_arrays()) == arrays, "nothing is made or run on devices"
+    counts = dict(built.compilations.counts)
+    assert counts.pop("ahead") > before.pop("ahead")
+    assert counts == before, "what runs in the background is counted apart"
+    counts = dict(built.compilations.counts)
+    executor = make(built, other)
+    run_on_padding(executor, executor.buckets.all()[0])
+    assert built.compilations.counts == counts
+    executor.close()
+    built.close()
+
+
+def test_instance_that_is_made_again_compiles_and_loads_nothing(tiny_model: Path) -> None:
+    built = build(EngineConfig(model=tiny_model, **OPTIONS))
+    (plan,) = built.resolved.plan.instances
+    make(built, moved(plan, (2,))).close()
+    counts = dict(built.compilations.counts)
+    make(built, moved(plan, (2,))).close()
+    assert built.compilations.counts == counts
+    built.close()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_further_instances_trace_nothing(tiny_model: Path, tmp_path: Path, lowered: list[str], cached: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", cached)
+    try:
+        config = EngineConfig(model=tiny_model, compile_cache=tmp_path, dp=3, **OPTIONS)
+        built = build(config)
+        counts = sum(built.compilations.counts.values())
+        assert 0 < len(lowered) <= counts / 3
+        built.close()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+
+
+def test_plans_wait_for_each_other_and_end_with_the_engine(tiny_model: Path) -> None:
+    built = build(EngineConfig(model=tiny_model, **OPTIONS))
+    (plan,) = built.resolved.plan.instances
+    others = [moved(plan, (device,)) for device in range(1, 8)]
+    built.warm.warm_in_background(others[:1])
+    built.warm.warm_in_background(others[1:])
+    built.close()
+    assert not built.warm.is_warm(others[-1])
