@@ -259,6 +259,7 @@ class AsyncEngine:
         with self._directory.lock:
             if self._directory.get(entry.request.id) is not entry:
                 return
+            entry.aborted = True
             if entry.instance is None:
                 self._directory.end(entry)
             else:
@@ -333,6 +334,8 @@ class AsyncEngine:
         if self._draining or self._closed:
             raise EngineStopped("the engine is shutting down and takes no new requests")
         stream = Stream.new()
+        while (before := self._directory.get(request.id)) is not None and before.aborted:
+            await asyncio.sleep(0.001)  # its id is free after the present step
         with self._directory.lock:
             entry = self._directory.add(request, stream)
             self._send(entry)

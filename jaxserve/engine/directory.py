@@ -30,6 +30,7 @@ class Entry(Generic[OwnerT]):
     needed: int  # tokens that an instance must be able to hold
     instance: str | None = None  # None: it waits in front of the instances
     pending: bool = False  # it was sent to its instance, whose core does not have it yet
+    aborted: bool = False  # its client has given up, and its instance is about to forget it
     accepted: bool = False  # an instance, or the queue in front of them, has accepted it
     state: RequestState | None = None  # of a request that has left its instance, until another one has it
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -27,7 +28,7 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=0)
 
 
 class Changer:
-    """A thread that changes the instances of an engine at random: it adds, removes, merges, splits and replaces them."""
+    """What changes the instances of an engine at random: it adds, removes, merges, splits and replaces them."""
 
     def __init__(self, engine: InstanceSet, metrics: EngineMetrics, *, seed: int = 0):
         self._engine, self._metrics = engine, metrics
@@ -79,7 +80,7 @@ def device_of(engine: InstanceSet, name: str) -> TokenDevice:
 
 def instance_threads() -> list[str]:
     """Return the names of all instances' threads."""
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("jaxserve-"))
+    return sorted(thread.name for thread in threading.enumerate() if re.fullmatch(r"jaxserve-\d+", thread.name))
 
 
 def prompt(seed: int, length: int = 10) -> TokensPrompt:
@@ -262,8 +263,8 @@ def test_change_that_fails_after_the_replacement_can_be_undone() -> None:
             changer.quick.set()
             await running
             await settled(engine)
-            assert b'instance_info{engine="0",instance="0"' in engine.metrics_text()
-            assert b'instance="100"' not in engine.metrics_text()
+            assert b'instance_info{engine="0",model_name="tokens",name="0"}' in engine.metrics_text()
+            assert b'name="100"' not in engine.metrics_text()
 
     asyncio.run(main())
 
@@ -319,8 +320,8 @@ def test_duplicate_id_is_refused_on_every_instance() -> None:
                 with pytest.raises(RequestError, match="already in flight"):
                     await ask(engine, 2, 10, request_id="twin")
             await first.aclose()
+            await ask(engine, 2, 10, request_id="twin")  # it is free again at once
             await settled(engine)
-            await ask(engine, 2, 10, request_id="twin")
 
     asyncio.run(main())
 

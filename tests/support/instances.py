@@ -74,6 +74,7 @@ def loop_named(
     *,
     slots: int = 4,
     pages: int = 200,
+    overlap: bool = True,
     make_core: type[EngineCore] = EngineCore,
 ) -> StepLoop:
     """Return the step loop of an instance."""
@@ -82,4 +83,4 @@ def loop_named(
         SchedulerLimits(slots, 4, TILE, PAGE), PagePool(pages, min_pages=width + 1), PageTable(slots, width)
     )
     core = make_core(scheduler, info, None, metrics, name=name, plan_fields=Snapshot(kv_pages_total=pages - 1))
-    return StepLoop(core, TokenDevice(), SystemClock())
+    return StepLoop(core, TokenDevice(), SystemClock(), overlap=overlap)
