@@ -166,8 +166,9 @@ class EngineCore:
         """The ids of the requests in flight."""
         return self._requests.keys()
 
-    def detach(self, request_ids: abc.Iterable[str] | None = None) -> list[RequestState]:
+    def detach(self, request_ids: abc.Iterable[str] | None = None, *, keep_pages: bool = True) -> list[RequestState]:
         """Take requests (default: all) out of this core, of which no step may be on the device, and return them."""
+        assert not keep_pages, "pages cannot be kept yet"
         states = [self._requests.pop(each) for each in tuple(self._requests if request_ids is None else request_ids)]
         for state in states:
             unfinished = [s for s in state.sequences if s.status is not SequenceStatus.FINISHED]
@@ -178,7 +179,7 @@ class EngineCore:
                 sequence.status = SequenceStatus.WAITING
         return states
 
-    def attach(self, states: abc.Iterable[RequestState], pages: abc.Callable[[int], int] | None) -> None:
+    def attach(self, states: abc.Iterable[RequestState], pages: abc.Callable[[int], int] | None, now: float) -> None:
         """Take in requests that another core has given up. Their keys and values are computed again."""
         assert pages is None, "pages cannot be taken over yet"
         for state in states:

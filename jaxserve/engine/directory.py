@@ -13,7 +13,7 @@ from jaxserve.engine.admission import check_request, check_room
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.outputs import RequestState
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.scheduler.routing import Route, Router, WaitingQueue, tokens_needed
+from jaxserve.scheduler.routing import Route, Router, UnroutedQueue, tokens_needed
 from jaxserve.telemetry import WaitingRoom
 
 OwnerT = TypeVar("OwnerT")
@@ -70,7 +70,7 @@ class Directory(Generic[OwnerT]):
         self._rejected = rejected
         self._entries: dict[str, Entry[OwnerT]] = {}
         self._router = Router()
-        self._queue: WaitingQueue[Entry[OwnerT]] = WaitingQueue()
+        self._queue: UnroutedQueue[Entry[OwnerT]] = UnroutedQueue()
         self.follow(names)
 
     @property
@@ -201,7 +201,7 @@ class Directory(Generic[OwnerT]):
 
     def _is_there(self, entry: Entry[OwnerT], names: Collection[str], ids: Mapping[str, Collection[str]]) -> bool:
         name = entry.instance
-        return name in names and (name not in ids or entry.request.id in ids[name])
+        return name is not None and name in names and (name not in ids or entry.request.id in ids[name])
 
     def _found_on(self, name: str, request_id: str) -> None:
         entry = self._entries.get(request_id)

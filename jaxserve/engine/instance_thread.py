@@ -240,7 +240,7 @@ class InstanceThread:
             if entry.state is None:
                 self.steps.add(entry.request, self._directory.info, accepted=entry.accepted)
             else:
-                self.steps.core.attach([entry.state], None)
+                self.steps.core.attach([entry.state], None, self.steps.clock.now())
         except Exception as error:
             return error
         entry.pending, entry.accepted, entry.state = False, True, None

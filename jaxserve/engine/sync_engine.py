@@ -220,7 +220,7 @@ class SyncEngine:
         if entry.state is None:
             steps.add(entry.request, self.info, accepted=entry.accepted)
         else:
-            steps.core.attach([entry.state], None)
+            steps.core.attach([entry.state], None, self._clock.now())
         entry.pending, entry.accepted, entry.state = False, True, None
 
     def _take(self, outputs: list[RequestOutput]) -> None:

@@ -46,10 +46,10 @@ class Changer:
     def change(self, before: list[str], count: int) -> None:
         """Replace instances by `count` new ones, which get their requests, or other instances if there are none."""
         with self._engine.stopped(before):
-            states = [state for name in before for state in self._engine.loops[name].core.detach()]
+            states = [state for name in before for state in self._engine.loops[name].core.detach(keep_pages=False)]
             after = [self.new_loop() for _ in range(count)]
             for number, state in enumerate(states if after else ()):
-                after[number % count].core.attach([state], None)
+                after[number % count].core.attach([state], None, 0.0)
             if not after:
                 self._engine.place(states)
             self._engine.replace(before, {steps.core.name: steps for steps in after})
@@ -184,8 +184,8 @@ def test_abort_and_new_requests_during_a_stop_take_effect_after_it() -> None:
                 with engine.stopped(["0"]):
                     stopped.set()
                     go_on.wait(30)
-                    states, new = engine.loops["0"].core.detach(), changer.new_loop()
-                    new.core.attach(states, None)
+                    states, new = engine.loops["0"].core.detach(keep_pages=False), changer.new_loop()
+                    new.core.attach(states, None, 0.0)
                     engine.replace(["0"], {new.core.name: new})
 
             change = asyncio.create_task(asyncio.to_thread(replace))
@@ -253,9 +253,9 @@ def test_change_that_fails_after_the_replacement_can_be_undone() -> None:
             def undo() -> None:
                 with engine.stopped(["0"]):
                     old, new = engine.loops["0"], changer.new_loop()
-                    new.core.attach(old.core.detach(), None)
+                    new.core.attach(old.core.detach(keep_pages=False), None, 0.0)
                     engine.replace(["0"], {"100": new})
-                    old.core.attach(new.core.detach(), None)
+                    old.core.attach(new.core.detach(keep_pages=False), None, 0.0)
                     engine.replace(["100"], {"0": old})
 
             await asyncio.to_thread(undo)
@@ -299,7 +299,7 @@ def test_request_that_a_change_loses_ends_with_an_error() -> None:
 
             def lose() -> None:
                 with engine.stopped(["0"]):
-                    engine.loops["0"].core.detach()
+                    engine.loops["0"].core.detach(keep_pages=False)
                     engine.replace(["0"], {"1": changer.new_loop()})
 
             await asyncio.to_thread(lose)
@@ -337,9 +337,9 @@ def test_shutdown_during_a_change_ends_all_requests() -> None:
                 with engine.stopped(["0", "1"]):
                     stopped.set()
                     go_on.wait(30)
-                    states = [s for steps in engine.loops.values() for s in steps.core.detach()]
+                    states = [s for steps in engine.loops.values() for s in steps.core.detach(keep_pages=False)]
                     new = changer.new_loop()
-                    new.core.attach(states, None)
+                    new.core.attach(states, None, 0.0)
                     engine.replace(["0", "1"], {new.core.name: new})
 
             change = asyncio.create_task(asyncio.to_thread(replace))

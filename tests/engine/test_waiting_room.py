@@ -34,7 +34,9 @@ class LimitedCore(EngineCore):
     def take_outgrown(self) -> list[RequestState]:
         requests = requests_in(self).values()
         longest = {state.request.id: max(len(s.tokens) for s in state.sequences) for state in requests}
-        return self.detach([request_id for request_id, length in longest.items() if length >= self.limit])
+        return self.detach(
+            [request_id for request_id, length in longest.items() if length >= self.limit], keep_pages=False
+        )
 
 
 @dataclass

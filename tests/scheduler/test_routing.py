@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.scheduler.routing import Route, Router, WaitingQueue, tokens_needed
+from jaxserve.scheduler.routing import Route, Router, UnroutedQueue, tokens_needed
 from jaxserve.telemetry import WaitingRoom
 
 
@@ -63,7 +63,7 @@ def test_router_without_instances_holds_nothing() -> None:
 
 
 def test_waiting_queue_keeps_the_order_and_tells_what_waits() -> None:
-    queue: WaitingQueue[str] = WaitingQueue()
+    queue: UnroutedQueue[str] = UnroutedQueue()
     queue.add("first", since=1.0, tokens=10, needed=20)
     queue.add("second", since=2.0, tokens=5, needed=50)
     assert queue.in_order() == ("first", "second")
