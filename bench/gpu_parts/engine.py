@@ -60,7 +60,7 @@ class Jaxserve:
         )
         self.rng = np.random.default_rng(1)  # all prompts are fresh, so that the prefix cache cannot help
         self.compilations = CompileCounter()
-        (self.loop,) = self.llm._engine.instances
+        (self.loop,) = self.llm._engine.loops.values()
         assert isinstance(self.loop.executor, BlockExecutor)
         self.executor = self.loop.executor
         self.fused = FusedTier(self.compilations)

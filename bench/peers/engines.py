@@ -25,7 +25,7 @@ class Jaxserve:
         }
         self._llm = LLM(model, dtype="bfloat16", precision=precision, **limits)
         # The library does not report the size of its weights.
-        loaded = [block for loop in self._llm._engine.instances for block in loop.executor.blocks]
+        loaded = [block for loop in self._llm._engine.loops.values() for block in loop.executor.blocks]
         self.weight_bytes = sum(block.nbytes for block in loaded if block.block != "embed")
 
     def generate(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:

@@ -223,11 +223,11 @@ class AsyncEngine:
         assert all(thread.name in self._stops or not thread.started for thread in ending), "only stopped ones can end"
         with self._directory.lock:
             new = {name: InstanceThread(name, steps, self._directory, self) for name, steps in after.items()}
-            self._threads = {name: t for name, t in self._threads.items() if name not in before} | new
-            present = (name for name in (*self._stops, *after) if name in self._threads)
-            ids = {name: self._threads[name].steps.core.request_ids for name in present}
-            on_the_way, lost = self._directory.moved(before, ids)
-            self._directory.follow(self._threads)
+            threads = {name: thread for name, thread in self._threads.items() if name not in before} | new
+            known = [name for name in (*self._stops, *after) if name in threads]
+            ids = {name: tuple(threads[name].steps.core.request_ids) for name in known}
+            on_the_way, lost = self._directory.moved(threads, ids)
+            self._threads = threads
             for entry in on_the_way:
                 self._directory.send_again(entry)
                 self._send(entry)
@@ -241,10 +241,10 @@ class AsyncEngine:
             thread.join()
         show_metrics([thread.steps for thread in ending], after.values())
 
-    def place(self, states: Iterable[RequestState]) -> None:
+    def place(self, states: Iterable[RequestState], *, outgrown: bool = False) -> None:
         with self._directory.lock:
             for state in states:
-                self._directory.leave(state)
+                self._directory.leave(state, outgrown=outgrown)
             self._send_waiting()
 
     def reroute(self) -> None:
@@ -259,6 +259,7 @@ class AsyncEngine:
         with self._directory.lock:
             if self._directory.get(entry.request.id) is not entry:
                 return
+            entry.aborted = True
             if entry.instance is None:
                 self._directory.end(entry)
             else:
@@ -333,6 +334,8 @@ class AsyncEngine:
         if self._draining or self._closed:
             raise EngineStopped("the engine is shutting down and takes no new requests")
         stream = Stream.new()
+        while (before := self._directory.get(request.id)) is not None and before.aborted:
+            await asyncio.sleep(0.001)  # its id is free after the present step
         with self._directory.lock:
             entry = self._directory.add(request, stream)
             self._send(entry)

@@ -13,7 +13,7 @@ from jaxserve.engine.admission import check_request, check_room
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.outputs import RequestState
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.scheduler.routing import Route, Router, WaitingQueue, tokens_needed
+from jaxserve.scheduler.routing import Route, Router, UnroutedQueue, tokens_needed
 from jaxserve.telemetry import WaitingRoom
 
 OwnerT = TypeVar("OwnerT")
@@ -30,6 +30,7 @@ class Entry(Generic[OwnerT]):
     needed: int  # tokens that an instance must be able to hold
     instance: str | None = None  # None: it waits in front of the instances
     pending: bool = False  # it was sent to its instance, whose core does not have it yet
+    aborted: bool = False  # its client has given up, and its instance is about to forget it
     accepted: bool = False  # an instance, or the queue in front of them, has accepted it
     state: RequestState | None = None  # of a request that has left its instance, until another one has it
 
@@ -69,7 +70,7 @@ class Directory(Generic[OwnerT]):
         self._rejected = rejected
         self._entries: dict[str, Entry[OwnerT]] = {}
         self._router = Router()
-        self._queue: WaitingQueue[Entry[OwnerT]] = WaitingQueue()
+        self._queue: UnroutedQueue[Entry[OwnerT]] = UnroutedQueue()
         self.follow(names)
 
     @property
@@ -149,55 +150,58 @@ class Directory(Generic[OwnerT]):
             if not self._find_instance(entry):
                 self._wait(entry)
 
-    def leave(self, state: RequestState) -> Entry[OwnerT] | None:
-        """Let a request that has left its instance wait, and return it; None if it is not in flight any more.
-
-        It needs an instance that can hold more than the one that it left.
-        """
+    def leave(self, state: RequestState, *, outgrown: bool = False) -> None:
+        """Let a request that has left its instance wait. `outgrown`: it needs one that can hold more than that one."""
         with self.lock:
             entry = self._entries.get(state.request.id)
             if entry is None:
-                return None
-            longest = max(len(sequence.tokens) for sequence in state.sequences) + 1
-            held = 0 if entry.instance is None else self._router.capacity_of(entry.instance)
-            entry.needed, entry.state = max(entry.needed, longest, held + 1), state
+                return
+            needed = [entry.needed, max(len(sequence.tokens) for sequence in state.sequences) + 1]
+            if outgrown and entry.instance is not None:
+                needed.append(self._router.capacity_of(entry.instance) + 1)
+            entry.needed, entry.state = max(needed), state
             self._leave(entry)
             self._wait(entry)
-            return entry
 
     # -- instances
 
     def follow(self, names: Iterable[str]) -> None:
         """Route by the plan in force from now on. `names`: the instances that exist."""
         with self.lock:
-            routes = map(self._route, names)
-            outstanding: Counter[str] = Counter()
-            for entry in self._entries.values():
-                if entry.instance is not None:
-                    outstanding[entry.instance] += entry.prompt_tokens
-            self._router.update([route for route in routes if route is not None], outstanding)
+            self._follow(self._routes(names))
 
     def moved(
-        self, ended: Collection[str], ids: Mapping[str, Collection[str]]
+        self, names: Collection[str], ids: Mapping[str, Collection[str]]
     ) -> tuple[list[Entry[OwnerT]], list[Entry[OwnerT]]]:
-        """Take note of the requests that the cores of stopped and new instances have, given as name -> ids.
+        """Take note of other instances, with the requests that are now in their cores. If this raises, nothing changes.
 
-        `ended`: the instances that are gone. Return the requests that were on their way to these and need another
-        instance, and those that no core has any more. `follow` must come next.
+        `names`: all instances. `ids`: the ids of requests in the cores of those that are stopped or new. Return the
+        requests that were on their way to an instance that is gone, and those that are in no core any more.
         """
         with self.lock:
+            routes = self._routes(names)
             for name, request_ids in ids.items():
                 for request_id in request_ids:
                     self._found_on(name, request_id)
-            gone = set(ended) - ids.keys()
-            on_the_way = [e for e in self._entries.values() if e.pending and e.instance in gone]
-            lost = [
-                e
-                for e in self._entries.values()
-                if not e.pending
-                and (e.instance in gone or e.request.id not in ids.get(e.instance or "", (e.request.id,)))
-            ]
+            placed = [entry for entry in self._entries.values() if entry.instance is not None]
+            on_the_way = [e for e in placed if e.pending and e.instance not in names]
+            lost = [e for e in placed if not e.pending and not self._is_there(e, names, ids)]
+            self._follow(routes)
             return on_the_way, lost
+
+    def _routes(self, names: Iterable[str]) -> list[Route]:
+        return [route for name in names if (route := self._route(name)) is not None]
+
+    def _follow(self, routes: Iterable[Route]) -> None:
+        outstanding: Counter[str] = Counter()
+        for entry in self._entries.values():
+            if entry.instance is not None:
+                outstanding[entry.instance] += entry.prompt_tokens
+        self._router.update(routes, outstanding)
+
+    def _is_there(self, entry: Entry[OwnerT], names: Collection[str], ids: Mapping[str, Collection[str]]) -> bool:
+        name = entry.instance
+        return name is not None and name in names and (name not in ids or entry.request.id in ids[name])
 
     def _found_on(self, name: str, request_id: str) -> None:
         entry = self._entries.get(request_id)

@@ -81,8 +81,8 @@ class Front(Protocol):
         """End a request, wherever it is."""
         ...
 
-    def place(self, states: Iterable[RequestState]) -> None:
-        """Find instances for requests that have left their core."""
+    def place(self, states: Iterable[RequestState], *, outgrown: bool = False) -> None:
+        """Find instances for requests that have left their core, which could not hold them any more if `outgrown`."""
         ...
 
 
@@ -124,8 +124,9 @@ class InstanceThread:
             # Wakes a thread that waits for commands.
             self.steps.wake = lambda: self._commands.put(lambda: None)
             self.steps.wake()  # for calls that have come before
-            self._started, self.progress = True, self.steps.clock.now()
+            self.progress = self.steps.clock.now()
             self._thread.start()
+            self._started = True  # afterwards, since a thread that has started and is not alive is one of a fork
 
     @property
     def started(self) -> bool:
@@ -183,7 +184,7 @@ class InstanceThread:
                 if not self._stopping:
                     self._deliver(self.steps.step())
                     if outgrown := self.steps.core.take_outgrown():
-                        self._front.place(outgrown)
+                        self._front.place(outgrown, outgrown=True)
                     self.progress = self.steps.clock.now()
         except BaseException as error:
             log.exception("the engine loop failed")

@@ -44,7 +44,7 @@ class InstanceSet(Protocol):
     def place(self, states: Iterable[RequestState]) -> None:
         """Find instances for requests that have left their core, and let those wait that no instance can hold now.
 
-        Their keys and values are computed again. A sequence that no plan's instances can hold ends by its length.
+        They have given up their pages, and are computed again. A sequence that no plan can hold ends by its length.
         """
         ...
 

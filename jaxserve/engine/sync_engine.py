@@ -125,7 +125,7 @@ class SyncEngine:
             working = [steps for steps in self._loops.values() if not steps.idle]
             for steps in working:
                 self._take(steps.step())
-                self._leave(steps.core.take_outgrown())
+                self._leave(steps.core.take_outgrown(), outgrown=True)
             outputs, self._outputs = self._outputs, []
         self._run_calls()
         if not (working or outputs or self.idle):
@@ -175,11 +175,12 @@ class SyncEngine:
 
     def replace(self, before: Collection[str], after: Mapping[str, StepLoop]) -> None:
         ending = [self._loops[name] for name in before]
-        self._loops = {name: steps for name, steps in self._loops.items() if name not in before} | dict(after)
+        loops = {name: steps for name, steps in self._loops.items() if name not in before} | dict(after)
+        ids = {name: tuple(steps.core.request_ids) for name, steps in loops.items()}
+        _, lost = self._directory.moved(loops, ids)
+        self._loops = loops
         for steps in after.values():
             steps.wake = self._run_calls
-        _, lost = self._directory.moved(before, {name: steps.core.request_ids for name, steps in self._loops.items()})
-        self._directory.follow(self._loops)
         for entry in lost:
             self._end(entry, lost_request(entry.request))
         show_metrics(ending, after.values())
@@ -196,9 +197,9 @@ class SyncEngine:
         self._calls.put(follow)
         self._run_calls()
 
-    def _leave(self, states: Iterable[RequestState]) -> None:
+    def _leave(self, states: Iterable[RequestState], *, outgrown: bool = False) -> None:
         for state in states:
-            self._directory.leave(state)
+            self._directory.leave(state, outgrown=outgrown)
             self._calls.put(self._send_waiting)
 
     def _send_waiting(self) -> None:

@@ -98,7 +98,7 @@ class _Waiting:
     needed: int
 
 
-class WaitingQueue(Generic[RequestT]):
+class UnroutedQueue(Generic[RequestT]):
     """The requests that no instance can hold now, but one could after a change of the plan, in order of arrival.
 
     One thread at a time may use it.

@@ -36,7 +36,7 @@ CAPACITY_GAUGES = {
     "kv_capacity_max_tokens": "Tokens that the KV pages would hold after all changes that the policy may make.",
     "kv_capacity_max_seconds": "Seconds that the changes to kv_capacity_max_tokens are estimated to take.",
 }
-INSTANCE_INFO = ("instance_info", "instance", "The name of the instance whose number is the label engine.")
+INSTANCE_INFO = ("instance_info", "name", "The name of the instance whose number is the label engine.")
 INFO = ("cache_config_info", "How the KV cache is set up.")
 COUNTERS = {
     "num_preemptions": "Sequences preempted.",

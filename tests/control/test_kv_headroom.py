@@ -22,7 +22,7 @@ TOP = SMALL.with_kv_pages(MACHINE.kv_capacity(SMALL))
 
 
 def capacity(policy: Policy, plan: InstancePlan = START) -> KVCapacity:
-    (found,) = KVHeadroom(MACHINE, HOME).of(policy, replace(HOME, instances=(plan,)))
+    (found,) = KVHeadroom(MACHINE, HOME).of(policy, replace(HOME, instances=(plan,))).values()
     return found
 
 
@@ -101,9 +101,9 @@ def test_policy_whose_bound_fails_has_no_more_than_the_present_pages(caplog: pyt
 
 def test_capacity_follows_the_plan_and_the_policy() -> None:
     headroom = KVHeadroom(MACHINE, HOME)
-    (before,) = headroom.of(MORPH, HOME)
-    (static,) = headroom.of(StaticPolicy(), HOME)
-    (after,) = headroom.of(MORPH, replace(HOME, instances=(TOP,)))
+    (before,) = headroom.of(MORPH, HOME).values()
+    (static,) = headroom.of(StaticPolicy(), HOME).values()
+    (after,) = headroom.of(MORPH, replace(HOME, instances=(TOP,))).values()
     assert before.max_tokens > static.max_tokens == static.tokens
     assert after.tokens == before.max_tokens
 
@@ -112,6 +112,6 @@ def test_each_instance_has_its_own_capacity() -> None:
     two = home_plan(dp=2)
     grown = two.instance("1").with_precisions({"layers.0": "int4"}).with_kv_pages(420)
     plan = replace(two, instances=(two.instance("0"), grown))
-    capacities = KVHeadroom(MACHINE, two).of(StaticPolicy(), plan)
+    capacities = KVHeadroom(MACHINE, two).of(StaticPolicy(), plan).values()
     assert [capacity.tokens for capacity in capacities] == [400 * PAGE_SIZE, 419 * PAGE_SIZE]
     assert KVCapacity.total(capacities).tokens == 819 * PAGE_SIZE

@@ -23,7 +23,7 @@ def exported() -> dict[str, set[str]]:
     metrics = EngineMetrics("tiny")
     instance = metrics.instance()
     instance.follow(lambda: Snapshot(layers_by_precision={"int4": 2}))
-    metrics.follow_control(lambda: ControlState([KVCapacity(1, 2, 0.5)], {("morph", "done"): 1}))
+    metrics.follow_control(lambda: ControlState({"0": KVCapacity(1, 2, 0.5)}, {("morph", "done"): 1}))
     metrics.rejected("invalid")
     metrics.transition("SwapPrecision", "done", 0.5)
     families = text_string_to_metric_families(metrics.render().decode())

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from starlette.testclient import TestClient
@@ -226,6 +227,21 @@ def test_context_overflow_has_the_message_that_clients_look_for(http, path, body
     error = error_of(http.post(path, json=body))
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
     assert f"This model's maximum context length is {LENGTH} tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [({"prompt": [65] * LENGTH}, "prompt"), ({"prompt": [65] * 200, "max_tokens": LENGTH}, "max_tokens")],
+    ids=["prompt", "max_tokens"],
+)
+def test_context_overflow_names_what_instances_hold_now_and_at_best(http, fake, monkeypatch, body, param):
+    monkeypatch.setattr(fake, "info", replace(fake.info, instance_len=100))
+    assert http.get("/v1/models").json()["data"][0]["max_model_len"] == LENGTH
+    assert http.post(COMPLETIONS, json={"prompt": [65] * 200}).status_code == 200
+    error = error_of(http.post(COMPLETIONS, json=body))
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    assert f"This model's maximum context length is {LENGTH} tokens" in error["message"]
+    assert "Its instances can hold 100 tokens now" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from jaxserve.engine.client import InstanceState
 from jaxserve.server.app import create_app
 from jaxserve.server.settings import ServerSettings
-from jaxserve.telemetry import ControlState, KVCapacity, Snapshot, combine
+from jaxserve.telemetry import ControlState, KVCapacity, Snapshot, WaitingRoom, combine
 from tests.server.fake import FakeClient
 from tests.server.fake_control import FakeControl
 from tests.server.serving import serving
@@ -64,6 +64,22 @@ def test_load_of_several_instances_is_their_sum_and_lists_each():
     assert [each["engine"] for each in found["instances"]] == ["0", "1"]
     assert [each["kv_capacity_tokens"] for each in found["instances"]] == [6400, 8000]
     assert [each["running"] for each in found["instances"]] == [3, 1]
+
+
+def test_load_names_instances_that_have_come_with_the_numbers_of_their_metrics():
+    client = engine(capacities=[])
+    client.control.state = lambda: ControlState({"7": KVCapacity(800, 900, 1.0), "4": KVCapacity(400, 500, 1.0)})
+    client.instances = lambda: [InstanceState("4", 1, FIRST), InstanceState("7", 0, SECOND)]
+    found = load(client)["instances"]
+    assert [(each["instance"], each["engine"]) for each in found] == [("4", "1"), ("7", "0")]
+    assert [each["kv_capacity_tokens"] for each in found] == [400, 800]
+
+
+def test_load_shows_the_requests_that_wait_for_a_change_of_the_plan():
+    client = engine(FIRST, capacities=[])
+    client.waiting_room = lambda: WaitingRoom(9.0, 2, 150, longest=110, oldest_wait=1.5)
+    waiting = {"requests": 2, "tokens": 150, "longest_tokens": 110, "oldest_seconds": 1.5}
+    assert load(client)["waiting_room"] == waiting
 
 
 def test_engine_without_a_control_plane_has_a_load_without_capacities():

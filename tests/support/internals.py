@@ -62,9 +62,14 @@ def assert_no_request_left(llm: Any) -> None:
     assert worker._owners == {}
 
 
+def directory_of(engine: Any) -> Any:
+    """Return the `Directory` of an engine's requests."""
+    return engine._directory
+
+
 def assert_no_record_left(engine: Any) -> None:
     """Fail if the directory of an engine still holds anything of a request."""
-    directory = engine._directory
+    directory = directory_of(engine)
     assert len(directory) == 0
     assert len(directory._queue) == directory._queue.tokens == 0
     assert not directory._router._outstanding.any()

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.core.request import FinishReason
-from jaxserve.telemetry import ControlState, EngineMetrics, KVCapacity, Snapshot
+from jaxserve.telemetry import ControlState, EngineMetrics, KVCapacity, Snapshot, WaitingRoom
 from jaxserve.telemetry.histogram import Histogram, one_two_five
 
 NAMES = {  # vLLM's set, and ours
@@ -239,6 +239,49 @@ def test_instances_have_series_of_their_own(metrics, instance):
     assert samples[("generation_tokens_total", ("engine", "1"))] == 7
     assert samples[("num_requests_running",)] == 0
     assert samples[("num_requests_running", ("engine", "1"))] == 3
+
+
+def test_instance_that_ends_loses_its_gauges_and_keeps_its_counters(metrics, instance):
+    instance.generated_tokens(5)
+    instance.end()
+    samples = scrape(metrics)
+    assert samples[("generation_tokens_total",)] == 5
+    assert ("num_requests_running",) not in samples
+    assert not any(name == "instance_info" for name, *_ in samples)
+    instance.follow(lambda: Snapshot(num_running=2))  # its end is undone
+    assert scrape(metrics)[("num_requests_running",)] == 2
+
+
+def test_instance_that_comes_goes_on_with_the_counters_of_one_that_has_ended(metrics, instance):
+    other = metrics.instance("1")
+    instance.generated_tokens(5)
+    instance.end()
+    merged = metrics.instance("2")
+    merged.generated_tokens(2)
+    assert (merged.number, other.number, metrics.instance("3").number) == (0, 1, 2)
+    samples = scrape(metrics)
+    assert samples[("generation_tokens_total",)] == 7
+    assert samples[("instance_info", ("name", "2"))] == 1
+    assert samples[("instance_info", ("engine", "1"), ("name", "1"))] == 1
+
+
+def test_series_do_not_grow_with_the_instances_that_have_come_and_gone(metrics):
+    for number in range(20):
+        metrics.instance(str(number)).end()
+    sizes = {len(metrics.render())}
+    for number in range(20, 40):
+        metrics.instance(str(number)).end()
+        sizes.add(len(metrics.render()))
+    assert len(sizes) == 1
+
+
+def test_waiting_room_is_shown(metrics):
+    metrics.follow_waiting_room(lambda: WaitingRoom(9.0, 2, 150, longest=110, oldest_wait=1.5))
+    samples = scrape(metrics)
+    assert samples[("waiting_room_requests",)] == 2
+    assert samples[("waiting_room_tokens",)] == 150
+    assert samples[("waiting_room_longest_tokens",)] == 110
+    assert samples[("waiting_room_oldest_seconds",)] == 1.5
 
 
 def test_control_plane_adds_its_capacities_and_decisions(metrics, instance):
