@@ -79,21 +79,22 @@ def with_kv_pages(spec: EngineSpec, limits: Resources) -> Resources:
     rooms = rooms_of(spec.plan.instances, limits)
     merged = [_Merged.of(spec, limits, degree) for degree in config.degrees.larger()]
     min_pages = _check_rooms(config, rooms, merged)
-    pages, reserved = _start_and_reserved(spec, rooms)
+    starts = [*rooms, *(each.for_members for each in merged)]  # pages at the start must fit before and after a merge
+    pages, reserved = _start_and_reserved(spec, rooms, starts)
     taken = max(sum(room.entries.values()) + pages * room.page + room.pools * granule for room in rooms)
     usable = {each: each.usable(spec, reserved, taken) for each in merged}
     if granule:
         segments: tuple[int, ...] = (max(reserved, *(ceil_div(most[-1], m.members) for m, most in usable.items()), 0),)
-        if config.kv_pages is None and any(room.pool_bytes(pages, segments, granule) > room.free for room in rooms):
+        if config.kv_pages is None and any(room.pool_bytes(pages, segments, granule) > room.free for room in starts):
             # Each pool may take up to one granule more than its pages.
-            pages = max(min_pages, min((room.free - room.pools * granule) // room.page for room in rooms))
+            pages = max(min_pages, min((room.free - room.pools * granule) // room.page for room in starts))
         max_pages = reserved
     else:
         fitting = min((room.free + room.freeable) // room.page for room in rooms)
         segments = segments_for(pages, max(pages, min(reserved, fitting)))
         max_pages = sum(segments)
         segments = _with_ends(segments, [most // m.members for m in merged for most in usable[m]])
-    _check_pools(config, rooms, pages, segments, granule)
+    _check_pools(config, starts, pages, segments, granule)
     limits = replace(limits, max_pages=max_pages, segments=() if granule else segments, start_pages=pages)
     if not merged:
         max_len = _max_model_len(spec, pages)
@@ -133,6 +134,11 @@ class _Merged:
     def of(cls, spec: EngineSpec, limits: Resources, degree: int) -> "_Merged":
         instance = of_degree(spec.plan.instances[0], degree)
         return cls(degree, spec.config.degrees.members(degree), rooms_of((instance,), limits)[0])
+
+    @property
+    def for_members(self) -> Room:
+        """The room in units of the pages that all members have together, one of each."""
+        return replace(self.room, page=self.members * self.room.page)
 
     def usable(self, spec: EngineSpec, reserved: int, taken: int) -> list[int]:
         """Return the KV pages that fit besides the layers as they are at the start, and besides the smallest layers.
@@ -220,14 +226,14 @@ def _pages_of(length: int, config: EngineConfig) -> int:
     return ceil_div(length, config.page_size) + 1
 
 
-def _start_and_reserved(spec: EngineSpec, rooms: Sequence[Room]) -> tuple[int, int]:
+def _start_and_reserved(spec: EngineSpec, rooms: Sequence[Room], starts: Sequence[Room]) -> tuple[int, int]:
     """Return the KV pages at the start and those that an instance may grow to, with the null page.
 
     Unless the user asks for more, there are at most as many pages as `max_num_seqs` sequences can use. All devices have
-    the same pages, as many as the fullest one has room for.
+    the same pages, as many as the fullest one has room for; at the start, every one of `starts` has room for them.
     """
     config, useful = spec.config, _useful_pages(spec, 1)
-    pages, reserved = _pages_and_max_pages(config, min(useful, *(room.free // room.page for room in rooms)))
+    pages, reserved = _pages_and_max_pages(config, min(useful, *(room.free // room.page for room in starts)))
     if config.max_kv_pages is None and config.policy != STATIC:
         reserved = max(reserved, min(useful, _most_pages(config, rooms, pages)))
     return pages, reserved
