@@ -4,70 +4,24 @@ Imports no JAX, so that the simulator divides the memory of simulated devices by
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from jaxserve.control.degree_limits import DegreeLimits
 from jaxserve.control.plan import InstancePlan
-from jaxserve.control.resources import Resources, stages_by_device
-from jaxserve.core.block_names import is_layer
+from jaxserve.control.resources import Resources
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import ConfigError, MemoryBudgetError
-from jaxserve.core.kv_layout import pages_covered, segments_for
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.kv_layout import segments_for
 from jaxserve.core.numeric import ceil_div
+from jaxserve.planning.rooms import Room, check_pools, check_room, rooms_of
 from jaxserve.planning.spec import STATIC, EngineSpec
 
 log = logging.getLogger(__name__)
 
-MAX_POOL_BYTES = 2**46  # half of what a process can address
 # Share of its KV pages that an instance may lose because its pools take whole segments, whatever its degree is.
 SEGMENT_LOSS = 0.02
-
-
-@dataclass(frozen=True)
-class Room:
-    """The room that the parts of a plan without its KV pages leave of one device."""
-
-    device: int
-    budget: int
-    entries: Mapping[str, int]  # bytes of the parts by name
-    freeable: int  # bytes that layers can free for pages by changing to their smallest precision
-    page: int  # bytes of one KV page in the pools of all layers
-    pools: int
-
-    @property
-    def free(self) -> int:
-        """Bytes that are left for KV pages."""
-        return self.budget - sum(self.entries.values())
-
-    def pool_bytes(self, pages: int, segments: tuple[int, ...], granule: int) -> int:
-        """Return the bytes that the pools take while `pages` are in use."""
-        if not granule:
-            return pages_covered(segments, pages) * self.page
-        return min(pages * self.page + self.pools * granule, sum(segments) * self.page)
-
-
-def rooms_of(instances: Iterable[InstancePlan], limits: Resources) -> list[Room]:
-    """Return the room on each device of instances without KV pages."""
-    instances = tuple(instances)
-    bytes_at_smallest = limits.device_bytes(*map(limits.smallest, instances))
-    entries = limits.device_entries(*instances)
-    runtime = {"runtime": limits.runtime} if limits.runtime else {}
-    rooms = []
-    for device, stages in stages_by_device(instances).items():
-        taken = runtime | entries[device]
-        rooms.append(
-            Room(
-                device,
-                limits.budget,
-                taken,
-                freeable=sum(taken.values()) - bytes_at_smallest[device],
-                page=sum(map(limits.page_bytes, stages)),
-                pools=sum(is_layer(block.block) for stage in stages for block in stage.blocks),
-            )
-        )
-    return rooms
 
 
 def with_kv_pages(spec: EngineSpec, limits: Resources) -> Resources:
@@ -94,7 +48,7 @@ def with_kv_pages(spec: EngineSpec, limits: Resources) -> Resources:
         segments = segments_for(pages, max(pages, min(reserved, fitting)))
         max_pages = sum(segments)
         segments = _with_ends(segments, [most // m.members for m in merged for most in usable[m]])
-    _check_pools(config, starts, pages, segments, granule)
+    check_pools(starts, pages, segments, granule)
     limits = replace(limits, max_pages=max_pages, segments=() if granule else segments, start_pages=pages)
     if not merged:
         max_len = _max_model_len(spec, pages)
@@ -287,38 +241,8 @@ def _check_rooms(config: EngineConfig, rooms: Sequence[Room], merged: Sequence[_
     """
     longest = 2 if config.max_model_len is None else _pages_of(config.max_model_len, config)
     for each in merged:
-        _check_room(each.room, longest if each.degree == config.degrees.max_tp else 2)
+        check_room(each.room, longest if each.degree == config.degrees.max_tp else 2)
     min_pages = 2 if merged else longest  # a longer sequence waits until instances have merged
     for room in rooms:
-        _check_room(room, min_pages)
+        check_room(room, min_pages)
     return min_pages
-
-
-def _check_room(room: Room, min_pages: int) -> None:
-    needs = {**room.entries, "KV pages": min_pages * room.page}
-    if (needed := sum(needs.values())) > room.budget:
-        parts = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in needs.items())
-        raise MemoryBudgetError(
-            f"the memory budget is {room.budget / 1e9:.3f} GB per device: device {room.device} needs at least "
-            f"{needed / 1e9:.3f} GB: {parts} (memory_gb, max_model_len, max_num_seqs)"
-        )
-
-
-def _check_pools(
-    config: EngineConfig, rooms: Sequence[Room], pages: int, segments: tuple[int, ...], granule: int
-) -> None:
-    """Raise if the pools of the start exceed the budget, or their room what a process can address."""
-    for room in rooms:
-        pool_bytes = room.pool_bytes(pages, segments, granule)
-        if pool_bytes > room.free:
-            raise MemoryBudgetError(
-                f"kv needs {pool_bytes / 1e9:.3f} GB on device {room.device}, {room.free / 1e9:.3f} GB of the budget "
-                f"of {room.budget / 1e9:.3f} GB are left; at least "
-                f"{(room.budget - room.free + pool_bytes) / 1e9:.3f} GB are needed (memory_gb)"
-            )
-    page = max(room.page for room in rooms)
-    if sum(segments) * page > MAX_POOL_BYTES:
-        raise ConfigError(
-            f"max_kv_pages is {config.max_kv_pages}: it must be at most {MAX_POOL_BYTES // page - 1}, because a "
-            "process cannot address larger pools"
-        )
