@@ -4,70 +4,24 @@ Imports no JAX, so that the simulator divides the memory of simulated devices by
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from jaxserve.control.degree_limits import DegreeLimits
 from jaxserve.control.plan import InstancePlan
-from jaxserve.control.resources import Resources, stages_by_device
-from jaxserve.core.block_names import is_layer
+from jaxserve.control.resources import Resources
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import ConfigError, MemoryBudgetError
-from jaxserve.core.kv_layout import pages_covered, segments_for
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.kv_layout import segments_for
 from jaxserve.core.numeric import ceil_div
+from jaxserve.planning.rooms import Room, check_pools, check_room, rooms_of
 from jaxserve.planning.spec import STATIC, EngineSpec
 
 log = logging.getLogger(__name__)
 
-MAX_POOL_BYTES = 2**46  # half of what a process can address
 # Share of its KV pages that an instance may lose because its pools take whole segments, whatever its degree is.
 SEGMENT_LOSS = 0.02
-
-
-@dataclass(frozen=True)
-class Room:
-    """The room that the parts of a plan without its KV pages leave of one device."""
-
-    device: int
-    budget: int
-    entries: Mapping[str, int]  # bytes of the parts by name
-    freeable: int  # bytes that layers can free for pages by changing to their smallest precision
-    page: int  # bytes of one KV page in the pools of all layers
-    pools: int
-
-    @property
-    def free(self) -> int:
-        """Bytes that are left for KV pages."""
-        return self.budget - sum(self.entries.values())
-
-    def pool_bytes(self, pages: int, segments: tuple[int, ...], granule: int) -> int:
-        """Return the bytes that the pools take while `pages` are in use."""
-        if not granule:
-            return pages_covered(segments, pages) * self.page
-        return min(pages * self.page + self.pools * granule, sum(segments) * self.page)
-
-
-def rooms_of(instances: Iterable[InstancePlan], limits: Resources) -> list[Room]:
-    """Return the room on each device of instances without KV pages."""
-    instances = tuple(instances)
-    bytes_at_smallest = limits.device_bytes(*map(limits.smallest, instances))
-    entries = limits.device_entries(*instances)
-    runtime = {"runtime": limits.runtime} if limits.runtime else {}
-    rooms = []
-    for device, stages in stages_by_device(instances).items():
-        taken = runtime | entries[device]
-        rooms.append(
-            Room(
-                device,
-                limits.budget,
-                taken,
-                freeable=sum(taken.values()) - bytes_at_smallest[device],
-                page=sum(map(limits.page_bytes, stages)),
-                pools=sum(is_layer(block.block) for stage in stages for block in stage.blocks),
-            )
-        )
-    return rooms
 
 
 def with_kv_pages(spec: EngineSpec, limits: Resources) -> Resources:
@@ -79,21 +33,22 @@ def with_kv_pages(spec: EngineSpec, limits: Resources) -> Resources:
     rooms = rooms_of(spec.plan.instances, limits)
     merged = [_Merged.of(spec, limits, degree) for degree in config.degrees.larger()]
     min_pages = _check_rooms(config, rooms, merged)
-    pages, reserved = _start_and_reserved(spec, rooms)
+    starts = [*rooms, *(each.for_members for each in merged)]  # pages at the start must fit before and after a merge
+    pages, reserved = _start_and_reserved(spec, rooms, starts)
     taken = max(sum(room.entries.values()) + pages * room.page + room.pools * granule for room in rooms)
     usable = {each: each.usable(spec, reserved, taken) for each in merged}
     if granule:
         segments: tuple[int, ...] = (max(reserved, *(ceil_div(most[-1], m.members) for m, most in usable.items()), 0),)
-        if config.kv_pages is None and any(room.pool_bytes(pages, segments, granule) > room.free for room in rooms):
+        if config.kv_pages is None and any(room.pool_bytes(pages, segments, granule) > room.free for room in starts):
             # Each pool may take up to one granule more than its pages.
-            pages = max(min_pages, min((room.free - room.pools * granule) // room.page for room in rooms))
+            pages = max(min_pages, min((room.free - room.pools * granule) // room.page for room in starts))
         max_pages = reserved
     else:
         fitting = min((room.free + room.freeable) // room.page for room in rooms)
         segments = segments_for(pages, max(pages, min(reserved, fitting)))
         max_pages = sum(segments)
         segments = _with_ends(segments, [most // m.members for m in merged for most in usable[m]])
-    _check_pools(config, rooms, pages, segments, granule)
+    check_pools(starts, pages, segments, granule)
     limits = replace(limits, max_pages=max_pages, segments=() if granule else segments, start_pages=pages)
     if not merged:
         max_len = _max_model_len(spec, pages)
@@ -133,6 +88,11 @@ class _Merged:
     def of(cls, spec: EngineSpec, limits: Resources, degree: int) -> "_Merged":
         instance = of_degree(spec.plan.instances[0], degree)
         return cls(degree, spec.config.degrees.members(degree), rooms_of((instance,), limits)[0])
+
+    @property
+    def for_members(self) -> Room:
+        """The room in units of the pages that all members have together, one of each."""
+        return replace(self.room, page=self.members * self.room.page)
 
     def usable(self, spec: EngineSpec, reserved: int, taken: int) -> list[int]:
         """Return the KV pages that fit besides the layers as they are at the start, and besides the smallest layers.
@@ -220,14 +180,14 @@ def _pages_of(length: int, config: EngineConfig) -> int:
     return ceil_div(length, config.page_size) + 1
 
 
-def _start_and_reserved(spec: EngineSpec, rooms: Sequence[Room]) -> tuple[int, int]:
+def _start_and_reserved(spec: EngineSpec, rooms: Sequence[Room], starts: Sequence[Room]) -> tuple[int, int]:
     """Return the KV pages at the start and those that an instance may grow to, with the null page.
 
     Unless the user asks for more, there are at most as many pages as `max_num_seqs` sequences can use. All devices have
-    the same pages, as many as the fullest one has room for.
+    the same pages, as many as the fullest one has room for; at the start, every one of `starts` has room for them.
     """
     config, useful = spec.config, _useful_pages(spec, 1)
-    pages, reserved = _pages_and_max_pages(config, min(useful, *(room.free // room.page for room in rooms)))
+    pages, reserved = _pages_and_max_pages(config, min(useful, *(room.free // room.page for room in starts)))
     if config.max_kv_pages is None and config.policy != STATIC:
         reserved = max(reserved, min(useful, _most_pages(config, rooms, pages)))
     return pages, reserved
@@ -281,38 +241,8 @@ def _check_rooms(config: EngineConfig, rooms: Sequence[Room], merged: Sequence[_
     """
     longest = 2 if config.max_model_len is None else _pages_of(config.max_model_len, config)
     for each in merged:
-        _check_room(each.room, longest if each.degree == config.degrees.max_tp else 2)
+        check_room(each.room, longest if each.degree == config.degrees.max_tp else 2)
     min_pages = 2 if merged else longest  # a longer sequence waits until instances have merged
     for room in rooms:
-        _check_room(room, min_pages)
+        check_room(room, min_pages)
     return min_pages
-
-
-def _check_room(room: Room, min_pages: int) -> None:
-    needs = {**room.entries, "KV pages": min_pages * room.page}
-    if (needed := sum(needs.values())) > room.budget:
-        parts = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in needs.items())
-        raise MemoryBudgetError(
-            f"the memory budget is {room.budget / 1e9:.3f} GB per device: device {room.device} needs at least "
-            f"{needed / 1e9:.3f} GB: {parts} (memory_gb, max_model_len, max_num_seqs)"
-        )
-
-
-def _check_pools(
-    config: EngineConfig, rooms: Sequence[Room], pages: int, segments: tuple[int, ...], granule: int
-) -> None:
-    """Raise if the pools of the start exceed the budget, or their room what a process can address."""
-    for room in rooms:
-        pool_bytes = room.pool_bytes(pages, segments, granule)
-        if pool_bytes > room.free:
-            raise MemoryBudgetError(
-                f"kv needs {pool_bytes / 1e9:.3f} GB on device {room.device}, {room.free / 1e9:.3f} GB of the budget "
-                f"of {room.budget / 1e9:.3f} GB are left; at least "
-                f"{(room.budget - room.free + pool_bytes) / 1e9:.3f} GB are needed (memory_gb)"
-            )
-    page = max(room.page for room in rooms)
-    if sum(segments) * page > MAX_POOL_BYTES:
-        raise ConfigError(
-            f"max_kv_pages is {config.max_kv_pages}: it must be at most {MAX_POOL_BYTES // page - 1}, because a "
-            "process cannot address larger pools"
-        )

@@ -19,7 +19,8 @@ from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import BITS
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.kvcache import PagePool, PageTable
-from jaxserve.planning.kv_pages import rooms_of, with_kv_pages, within_start
+from jaxserve.planning.kv_pages import with_kv_pages, within_start
+from jaxserve.planning.rooms import rooms_of
 from jaxserve.planning.spec import STATIC, EngineSpec
 from jaxserve.planning.workspace import DegreeSizes, ModelSizes, PinnedVariants
 from jaxserve.scheduler import Scheduler, SchedulerLimits

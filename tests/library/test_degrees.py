@@ -27,6 +27,7 @@ from tests.support.reference import Reference
 
 OPTIONS = {"load_format": "dummy", "warmup": False, "memory_gb": 8, "max_num_seqs": 4}
 UNEVEN = TINY | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 16, "intermediate_size": 90}
+UNEVEN |= {"vocab_size": 499}
 EVEN = TINY | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 512}
 PROMPTS = [np.random.default_rng(i).integers(3, 499, 20 + 11 * i).tolist() for i in range(4)]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

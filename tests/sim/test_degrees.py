@@ -13,6 +13,7 @@ from jaxserve.core.step_load import StepLoad
 from jaxserve.planning.kv_pages import of_degree
 from jaxserve.planning.memory import MemoryPlan
 from jaxserve.sim.cluster import resolve_cluster
+from jaxserve.sim.hardware import Hardware
 from jaxserve.sim.shape import ModelShape
 from tests.sim.machines import CPU, GPU, resolved
 
@@ -78,6 +79,19 @@ def test_a_sequence_that_no_device_holds_alone_fits_into_a_merged_instance() -> 
         memory_of(kv_pages=99, max_kv_pages=99, max_model_len=8000)
     with pytest.raises(MemoryBudgetError, match="max_model_len"):
         memory_of(max_model_len=8000, memory_gb=6)
+
+
+@pytest.mark.parametrize("hardware", [CPU, GPU])
+@pytest.mark.parametrize("options", [{}, {"policy": "morph"}, {"max_num_seqs": 512}])
+def test_what_instances_hold_at_the_start_fits_when_they_have_merged(hardware: Hardware, options: dict) -> None:
+    """With many slots, a step of a merged instance needs more memory than a small model gains by being split."""
+    runtime = resolved(hardware, dp=2, max_tp=2, memory_gb=8, **options).memory.limits.runtime / 1e9
+    tight = resolved(hardware, dp=2, max_tp=2, memory_gb=runtime + 0.15, **options).memory
+    validate(tight.plan, tight.limits)
+    needed = tight.limits.device_bytes(instance_of(tight, 2))
+    assert max(needed.values()) <= tight.limits.budget
+    assert tight.limits.kv_capacity(instance_of(tight, 2)) >= instance_of(tight, 2).kv_pages
+    assert tight.max_len(2) >= tight.max_len(1) >= 16
 
 
 def test_plans_keep_the_limits_of_their_degree() -> None:

@@ -54,7 +54,8 @@ class Ladder:
         if level not in self._capacities:
             resources = self._resources
             plan = self.plan(level)
-            self._capacities[level] = Capacity.of(plan, resources.shapes, resources.page_size, resources.costs)
+            shapes = resources.limits_of(plan.tp).shapes
+            self._capacities[level] = Capacity.of(plan, shapes, resources.page_size, resources.costs)
         return self._capacities[level]
 
     def level_of(self, plan: InstancePlan) -> int:
