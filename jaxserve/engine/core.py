@@ -18,8 +18,9 @@ from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.engine.admission import check_request, check_room, make_sequences
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.counters import EngineCounters
+from jaxserve.engine.logprobs import take_logprobs, take_prompt_logprobs
 from jaxserve.engine.matchers import accepts, no_token
-from jaxserve.engine.outputs import RequestState, logprobs_entry
+from jaxserve.engine.outputs import RequestState
 from jaxserve.engine.step_times import StepTimes
 from jaxserve.engine.text import check_end, flush_text
 from jaxserve.engine.tokenizer import Tokenizer
@@ -188,7 +189,11 @@ class EngineCore:
         core's pool, for a pool that is made of it; without `keep_pages` they are given back.
         """
         ids = list(self._requests) if request_ids is None else list(request_ids)
-        states = [self._requests.pop(request_id) for request_id in ids]
+        states = [self._requests[request_id] for request_id in ids]
+        in_flight = [s.id for state in states for s in state.unfinished_sequences if s.num_inflight]
+        assert not in_flight, f"sequences with a token in flight: {in_flight}"
+        for request_id in ids:
+            del self._requests[request_id]
         self._outgrown = [state for state in self._outgrown if state not in states]
         for state in states:
             self.scheduler.detach(state.unfinished_sequences, keep_pages=keep_pages)
@@ -349,7 +354,7 @@ class EngineCore:
             step.gaps[gap] = step.gaps.get(gap, 0) + 1
         sequence.last_token = now
         if request.params.logprobs is not None:
-            self._take_logprobs(step.output, sequence, token, row)
+            take_logprobs(self.tokenizer, sequence, token, step.output, row)
         if sequence.length_alone:
             if len(sequence.tokens) >= sequence.limit:
                 sequence.finish_reason = FinishReason.LENGTH
@@ -369,9 +374,7 @@ class EngineCore:
         """End a sequence, or let its request leave if only this instance's capacity ends it."""
         if sequence.finish_reason is FinishReason.LENGTH and sequence.outgrown:
             sequence.finish_reason = None
-            state = self._requests[sequence.request.id]
-            if state not in self._outgrown:
-                self._hold(state, now)
+            self._hold(self._requests[sequence.request.id], now)
         else:
             flush_text(sequence)
             self.scheduler.finish(sequence)
@@ -409,17 +412,6 @@ class EngineCore:
         step.changed.pop(request.id, None)
         step.failed.append(state.failed(error))
 
-    def _take_logprobs(self, output: StepOutput, sequence: Sequence, token: int, row: int) -> None:
-        assert output.logprob is not None
-        assert output.rank is not None
-        assert output.top_ids is not None
-        assert output.top_logprobs is not None
-        count = sequence.params.logprobs or 0
-        top = output.top_ids[row, :count], output.top_logprobs[row, :count]
-        entry = logprobs_entry(self.tokenizer, token, output.logprob[row], output.rank[row], *top)
-        sequence.logprobs.append(entry)
-        sequence.cumulative_logprob += entry[token].logprob
-
     def _take_prompt_logprobs(self, step: _StepResult, chunk: Chunk, arrays: tuple[np.ndarray, ...]) -> None:
         sequence = chunk.sequence
         if sequence.status is SequenceStatus.FINISHED:
@@ -427,13 +419,7 @@ class EngineCore:
         if np.isnan(arrays[0]).any() or np.isnan(arrays[3]).any():
             self._fail(step, sequence.request, NonFiniteOutput("log-probabilities"))
             return
-        count = sequence.params.prompt_logprobs or 0
-        for offset, (logprob, rank, ids, values) in enumerate(zip(*arrays, strict=True)):
-            position = chunk.start + offset + 1
-            if position == len(sequence.prompt_logprobs):  # else it is known from before a preemption
-                token = sequence.tokens[position]
-                entry = logprobs_entry(self.tokenizer, token, logprob, rank, ids[:count], values[:count])
-                sequence.prompt_logprobs.append(entry)
+        take_prompt_logprobs(self.tokenizer, chunk, arrays)
 
     def _take_embedding(self, step: _StepResult, sequence: Sequence, chunk: int) -> None:
         if sequence.status is SequenceStatus.FINISHED:

@@ -3,13 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import (
     CompletionOutput,
     FinishReason,
-    Logprob,
     Request,
     RequestMetrics,
     RequestOutput,
@@ -18,7 +15,6 @@ from jaxserve.core.request import (
     TokenLogprobs,
 )
 from jaxserve.engine.text import flush_text
-from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.telemetry.tracing import EndedRequest
 
 
@@ -145,14 +141,3 @@ def merge(whole: RequestOutput | None, piece: RequestOutput) -> RequestOutput:
 def _extend(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
     logprobs = None if new.logprobs is None else (old.logprobs or ()) + new.logprobs
     return replace(new, text=old.text + new.text, token_ids=old.token_ids + new.token_ids, logprobs=logprobs)
-
-
-def logprobs_entry(
-    tokenizer: Tokenizer | None, token: int, logprob: float, rank: int, ids: np.ndarray, values: np.ndarray
-) -> TokenLogprobs:
-    """Return the log-probabilities at one position: of `token`, then of the likeliest tokens `ids` with `values`."""
-    text = tokenizer.token if tokenizer is not None else lambda _: None
-    entry = {token: Logprob(float(logprob), int(rank), text(token))}
-    for place, (other, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1):
-        entry.setdefault(other, Logprob(value, place, text(other)))
-    return entry

@@ -274,7 +274,7 @@ def test_request_with_a_token_in_flight_cannot_be_detached() -> None:
     service = Service(1)
     service.add(request("r"))
     service.step()
-    with pytest.raises(AssertionError, match="token in flight"):
+    with pytest.raises(AssertionError, match="a token in flight"):
         service.instances[0].core.detach()
 
 

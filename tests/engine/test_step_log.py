@@ -105,6 +105,24 @@ def test_step_log_has_the_arrival_and_the_answer_of_every_request(path):
     assert (b.tokens, b.first_token, b.last_token, b.preemptions, b.cached_tokens) == (1, 112.0, 112.0, 0, 0)
 
 
+def test_step_log_has_the_steps_of_a_request_that_moves(path):
+    clock, log = VirtualClock(100.0), StepLog(path, {})
+    cores = [instance.core for instance in cluster(2).instances]
+    loops = [StepLoop(core, ClockedExecutor(clock), clock, log=InstanceLog(log, core, BUCKETS)) for core in cores]
+    loops[0].add(request("a", 10, 4))
+    loops[0].step()
+    loops[0].drain()
+    cores[1].attach(cores[0].detach(keep_pages=False), None, clock.now())
+    while not loops[1].idle:
+        loops[1].step()
+    log.close()
+    found = read_log(path)
+    assert [(step.instance, step.number) for step in found.steps] == [(0, 0), (1, 0), (1, 1), (1, 2)]
+    assert [(arrival.id, arrival.instance) for arrival in found.arrivals] == [("a", 0)]
+    answer = found.answers["a"]
+    assert (answer.instance, answer.tokens, answer.preemptions, answer.first_token) == (1, 4, 0, 111.0)
+
+
 def test_step_log_omits_refused_requests(path):
     clock, core = VirtualClock(), cluster().instances[0].core
     log = StepLog(path, {})
