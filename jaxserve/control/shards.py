@@ -19,13 +19,19 @@ class ShardSource(Generic[D]):
     device: D
     first: int
     last: int
-    source: D | None  # the device that they are read from; None: the host
-    copy: int | None  # the index of the copy that the source holds them in
+    source: D | None = None  # the device that they are read from; None: the host
+    copy: int | None = None  # the index of the copy that the source holds them in
+    held: tuple[int, int] | None = None  # the cuts of that copy that the source holds
 
     @property
     def is_local(self) -> bool:
         """Whether nothing crosses a link."""
         return self.source == self.device
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all cuts of the copy that the source holds, so that nothing needs to be cut out."""
+        return self.held == (self.first, self.last)
 
 
 @dataclass(frozen=True)
@@ -71,9 +77,9 @@ def shard_sources(target: Sequence[D], copies: Sequence[Sequence[D]], cuts: int)
                 best = min(found, key=lambda holder: (-min(holder.last, end), sent[holder.device]))
                 end = min(end, best.last)
                 sent[best.device] += 0 if here else end - first
-                sources.append(ShardSource(device, first, end, best.device, best.copy))
+                sources.append(ShardSource(device, first, end, best.device, best.copy, (best.first, best.last)))
             else:
                 end = min([end, *(holder.first for holder in holders if holder.first > first)])
-                sources.append(ShardSource(device, first, end, None, None))
+                sources.append(ShardSource(device, first, end))
             first = end
     return sources

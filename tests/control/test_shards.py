@@ -68,4 +68,7 @@ def test_degree_that_does_not_divide_the_cuts_is_an_error() -> None:
 
 
 def test_sources_say_which_copy_they_are_in() -> None:
-    assert shard_sources("a", ["bc", "a"], 2) == [ShardSource("a", 0, 2, "a", 1)]
+    assert shard_sources("a", ["bc", "a"], 2) == [ShardSource("a", 0, 2, "a", 1, (0, 2))]
+    (part,) = shard_sources("b", ["a"], 1)
+    assert part.is_whole
+    assert [each.is_whole for each in shard_sources("ab", ["a", "b"], 2)] == [False, False]
