@@ -42,11 +42,11 @@ from jaxserve.executor.blocks import BlockBuilder, LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.executor.host_memory import HostMemory, PinnedMemory, pinned_memory
-from jaxserve.executor.pools import Pools
+from jaxserve.executor.pools import PoolFormat, Pools
 from jaxserve.executor.timing import step_costs
 from jaxserve.executor.warmup import warm_variants
-from jaxserve.kernels import Pool, kv_pool
-from jaxserve.parallel.placement import POOL_AXES, Placement
+from jaxserve.kernels import Pool
+from jaxserve.parallel.placement import Placement
 from jaxserve.planning.memory import COPY_RATES, COPY_SHARES, copy_pace
 from jaxserve.planning.resolve import Resolved, resolve
 from jaxserve.planning.spec import STATIC
@@ -449,11 +449,5 @@ def _fused_tier(resolved: Resolved, compilations: CompileCounter, compiler: Comp
 def _pool_maker(resolved: Resolved, placement: Placement) -> Callable[[int], Pool]:
     """Return a function that allocates a segment of a layer's KV pool, given its number of pages."""
     model = resolved.padded_model
-    return partial(
-        kv_pool,
-        kv_heads=model.num_kv_heads,
-        page_size=resolved.config.page_size,
-        head_dim=model.head_dim,
-        dtype=resolved.kv_dtype,
-        device=placement.sharding(POOL_AXES),
-    )
+    format = PoolFormat(model.num_kv_heads, resolved.config.page_size, model.head_dim, resolved.kv_dtype)
+    return partial(format.make, placement=placement)

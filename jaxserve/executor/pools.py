@@ -5,6 +5,7 @@ Other pools take memory segment by segment (`kernels.pool_segments`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, overload
 
@@ -15,13 +16,80 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve.compilation.programs import Compiler, Program, abstract
 from jaxserve.core.kv_layout import MAX_MOVED_PAGES, segments_covering
 from jaxserve.core.step_shapes import smallest_holding
-from jaxserve.kernels import Pool, move_pages, release_pages
-from jaxserve.parallel.placement import bytes_held
+from jaxserve.kernels import Pool, abstract_pool, kv_pool, move_pages, put_pages, release_pages, take_pages
+from jaxserve.parallel.placement import POOL_AXES, Placement, bytes_held
 
 MOVES = (16, MAX_MOVED_PAGES)  # pages that one call moves; padded with moves of the null page to itself
 
 Growth = list[Pool]  # for each layer, the segments to extend its pool by
 AbstractPool = tuple[jax.ShapeDtypeStruct, ...]
+
+REPLICATED = PartitionSpec()
+
+
+@dataclass(frozen=True)
+class PoolFormat:
+    """The contents of a page in a model's KV pools, on all devices of an instance together."""
+
+    kv_heads: int
+    page_size: int
+    head_dim: int
+    dtype: str  # of keys and values, or int8
+
+    def make(self, pages: int, placement: Placement) -> Pool:
+        """Return a new pool of one segment."""
+        sharding = placement.sharding(POOL_AXES)
+        return kv_pool(pages, self.kv_heads, self.page_size, self.head_dim, self.dtype, sharding)
+
+    def abstract(self, pages: int, placement: Placement) -> jax.ShapeDtypeStruct:
+        """Return the abstract segment that `make` makes."""
+        size = (self.kv_heads, self.page_size, self.head_dim)
+        (segment,) = abstract_pool(pages, *size, self.dtype, placement.platform)
+        return jax.ShapeDtypeStruct(segment.shape, segment.dtype, sharding=placement.sharding(POOL_AXES))
+
+
+class PoolPrograms:
+    """The programs on pools, by the sharding of the pools. Pools of several instances may share them."""
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple[str, NamedSharding], Program] = {}
+
+    def move(self, sharding: NamedSharding) -> Program:
+        """Return (pool, sources, targets) -> pool, for `kernels.move_pages` in place."""
+        return self._program("move_pages", sharding, move_pages, (sharding.spec, REPLICATED, REPLICATED))
+
+    def release(self, sharding: NamedSharding) -> Program:
+        """Return (pool, first and last page) -> pool, for `kernels.release_pages` in place."""
+        return self._program("release_pages", sharding, release_pages, (sharding.spec, REPLICATED))
+
+    def take(self, sharding: NamedSharding) -> Program:
+        """Return (pool, pages) -> their contents."""
+        inputs = sharding.spec, REPLICATED
+        return self._program("take_pages", sharding, take_pages, inputs, in_place=False)
+
+    def put(self, sharding: NamedSharding) -> Program:
+        """Return (pool, contents, pages) -> pool with these contents, in place."""
+        return self._program("put_pages", sharding, put_pages, (sharding.spec, sharding.spec, REPLICATED))
+
+    def _program(
+        self,
+        name: str,
+        sharding: NamedSharding,
+        operation: Callable[..., Any],
+        inputs: tuple[PartitionSpec, ...],
+        in_place: bool = True,
+    ) -> Program:
+        """Return a program that works on each device's own part of a pool."""
+        if (name, sharding) not in self._programs:
+            if sharding.mesh.size > 1:
+                # Custom calls do not declare how their outputs vary, so that cannot be checked.
+                operation = jax.shard_map(
+                    operation, mesh=sharding.mesh, in_specs=inputs, out_specs=sharding.spec, check_vma=False
+                )
+            donated = 0 if in_place else ()
+            jitted = jax.jit(operation, donate_argnums=donated, out_shardings=sharding)
+            self._programs[name, sharding] = Program(name, jitted)
+        return self._programs[name, sharding]
 
 
 class Pools:
@@ -31,16 +99,22 @@ class Pools:
     steps that were dispatched before use the pages as they were.
     """
 
-    def __init__(self, make: Sequence[Callable[[int], Pool]], sizes: Sequence[int]):
-        """Make the first segment of every pool; `make[layer](pages)` returns a segment of a layer.
+    def __init__(
+        self,
+        make: Sequence[Callable[[int], Pool]],
+        sizes: Sequence[int],
+        programs: PoolPrograms | None = None,
+        pools: Sequence[Pool] | None = None,
+    ):
+        """Make the first segment of every pool, or take existing `pools` of one or several segments.
 
-        `sizes` holds the pages of all segments that a pool may have.
+        `make[layer](pages)` returns a segment of a layer. `sizes` holds the pages of all segments that a pool may have.
         """
         self._make, self.sizes = tuple(make), tuple(sizes)
-        self._pools = [make(self.sizes[0]) for make in self._make]
-        shardings = {pool[0].sharding for pool in self._pools}
-        self._move = {sharding: _on_each_device(move_pages, sharding, 2) for sharding in shardings}
-        self._release = {sharding: _on_each_device(release_pages, sharding, 1) for sharding in shardings}
+        self.programs = programs or PoolPrograms()
+        self._pools = [make(self.sizes[0]) for make in self._make] if pools is None else list(pools)
+        for pool in self._pools:
+            assert pages_of(pool) == self.sizes[: len(pool)], "segments are taken in order"
 
     def __len__(self) -> int:
         return len(self._pools)
@@ -112,13 +186,13 @@ class Pools:
     def compile(self, layer: int, compiler: Compiler) -> None:
         """Start to compile the shrinking of a layer's pool, for the present and all larger numbers of segments."""
         pool = tuple(map(abstract, self._pools[layer]))
-        move, release = self._move[pool[0].sharding], self._release[pool[0].sharding]
+        move, release = self.programs.move(pool[0].sharding), self.programs.release(pool[0].sharding)
         for size in MOVES:
             ids = jax.ShapeDtypeStruct((size,), np.int32)
             for grown in (pool, *self.grown(layer)):
-                compiler.compile(move, (len(grown), size), grown, ids, ids)
+                compiler.compile(move, (pages_of(grown), size), grown, ids, ids)
         for kept in (pool, *self.grown(layer)):
-            compiler.compile(release, len(kept), kept, jax.ShapeDtypeStruct((2,), np.int32))
+            compiler.compile(release, pages_of(kept), kept, jax.ShapeDtypeStruct((2,), np.int32))
 
     def run_on_padding(self, layer: int) -> None:
         """Run the compiled programs of a layer's pool without effect: the null page moves and no page is released."""
@@ -137,36 +211,31 @@ class Pools:
         )
         return [segments[:count] for count in range(2, len(segments) + 1)]
 
+    def give_up(self) -> None:
+        """Forget all pools, whose memory belongs to others from now on."""
+        self._pools = []
+
     def close(self) -> None:
         """Free the memory of all pools."""
         free(self._pools)
 
     def _move_batch(self, pool: Pool, pairs: list[tuple[int, int]]) -> Pool:
-        sharding, size = pool[0].sharding, smallest_holding(MOVES, len(pairs))
+        size = smallest_holding(MOVES, len(pairs))
         ids = np.zeros((2, size), np.int32)
         ids[:, : len(pairs)] = np.transpose(pairs)
-        return self._move[sharding].at((len(pool), size))(pool, *ids)
+        return self.programs.move(pool[0].sharding).at((pages_of(pool), size))(pool, *ids)
 
     def _release_from(self, pool: Pool, pages: int) -> Pool:
-        return self._release[pool[0].sharding].at(len(pool))(pool, np.array([pages, pool[0].shape[0]], np.int32))
+        release = self.programs.release(pool[0].sharding).at(pages_of(pool))
+        return release(pool, np.array([pages, pool[0].shape[0]], np.int32))
+
+
+def pages_of(pool: Pool | AbstractPool) -> tuple[int, ...]:
+    """Return the pages of each segment of a pool."""
+    return tuple(segment.shape[0] for segment in pool)
 
 
 def free(pools: Iterable[Pool]) -> None:
     """Free the memory of segments after everything that was dispatched for them has run."""
     for segment in chain.from_iterable(pools):
         segment.delete()
-
-
-def _on_each_device(operation: Callable[..., Pool], sharding: NamedSharding, operands: int) -> Program:
-    """Return a program (pool, operands) -> pool that works in place, on each device's own part of the pool."""
-    name = operation.__name__
-    if sharding.mesh.size > 1:
-        replicated = (PartitionSpec(),) * operands
-        operation = jax.shard_map(
-            operation,
-            mesh=sharding.mesh,
-            in_specs=(sharding.spec, *replicated),
-            out_specs=sharding.spec,
-            check_vma=False,  # custom calls do not declare how their outputs vary
-        )
-    return Program(name, jax.jit(operation, donate_argnums=0, out_shardings=sharding))

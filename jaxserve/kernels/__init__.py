@@ -8,14 +8,15 @@ of the page tables.
 from jaxserve.kernels.attention import AttentionMeta, paged_attention, write_and_attend
 from jaxserve.kernels.elastic import GRANULE, committed_bytes, is_elastic, move_pages, release_pages
 from jaxserve.kernels.grouped_matmul import grouped_matmul
-from jaxserve.kernels.kv import kv_pool, kv_write, page_bytes, storage_dtype
+from jaxserve.kernels.kv import abstract_pool, kv_pool, kv_write, page_bytes, storage_dtype
 from jaxserve.kernels.matmul import AllReduce, matmul
 from jaxserve.kernels.operands import DeferredNorm, DeferredSwiGLU, LeftOperand, value_of
-from jaxserve.kernels.pool_segments import Pool
+from jaxserve.kernels.pool_segments import Pool, put_pages, take_pages
 from jaxserve.kernels.rope import HeadNorms, ProjectedQKV
 
 __all__ = [
     "GRANULE", "AllReduce", "AttentionMeta", "DeferredNorm", "DeferredSwiGLU", "HeadNorms", "LeftOperand", "Pool",
-    "ProjectedQKV", "committed_bytes", "grouped_matmul", "is_elastic", "kv_pool", "kv_write", "matmul", "move_pages",
-    "page_bytes", "paged_attention", "release_pages", "storage_dtype", "value_of", "write_and_attend",
+    "ProjectedQKV", "abstract_pool", "committed_bytes", "grouped_matmul", "is_elastic", "kv_pool", "kv_write", "matmul",
+    "move_pages", "page_bytes", "paged_attention", "put_pages", "release_pages", "storage_dtype", "take_pages",
+    "value_of", "write_and_attend",
 ]  # fmt: skip

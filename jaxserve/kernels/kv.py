@@ -61,9 +61,16 @@ def kv_pool(
 
     `dtype` is the dtype of activations, or int8. On an elastic platform a page takes memory when it is first written.
     """
-    platform = platform_of(device)
+    (segment,) = abstract_pool(pages, kv_heads, page_size, head_dim, dtype, platform_of(device))
+    return (reserve(segment.shape, segment.dtype, device),)
+
+
+def abstract_pool(
+    pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, platform: str
+) -> tuple[jax.ShapeDtypeStruct]:
+    """Return the abstract pool that `kv_pool` makes on a platform."""
     shape = (pages, kv_heads, 2, page_size, row_size(head_dim, dtype, platform))
-    return (reserve(shape, storage_dtype(dtype, platform), device),)
+    return (jax.ShapeDtypeStruct(shape, storage_dtype(dtype, platform)),)
 
 
 def to_storage(x: Array, dtype: DTypeLike, row: int) -> Array:

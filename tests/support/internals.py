@@ -122,8 +122,8 @@ def wrap_move_batch(patch: pytest.MonkeyPatch, pools: Any, wrap: Callable[[Calla
 
 def move_program_of(pools: Any) -> Any:
     """Return the only program with which an executor's pools move pages."""
-    (program,) = pools._move.values()
-    return program
+    (sharding,) = {pool[0].sharding for pool in pools}
+    return pools.programs.move(sharding)
 
 
 def wrap_pool_maker(patch: pytest.MonkeyPatch, pools: Any, layer: int, wrap: Callable[[Callable], Callable]) -> None:
@@ -227,6 +227,11 @@ def wrap_block_reads(patch: pytest.MonkeyPatch, store: Any, wrap: Callable[[Call
 def wrap_shard_copies(patch: pytest.MonkeyPatch, store: BlockStore, wrap: Callable[[Callable], Callable]) -> None:
     """Replace the method with which a `BlockStore` makes the shares of one device from copies on devices."""
     patch.setattr(store._copier, "_share", wrap(store._copier._share))
+
+
+def wrap_exchange_calls(patch: pytest.MonkeyPatch, exchange: Any, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace the method with which a `KVExchange` runs a program on a segment."""
+    patch.setattr(exchange, "_call", wrap(exchange._call))
 
 
 # -- telemetry
