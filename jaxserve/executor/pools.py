@@ -215,6 +215,11 @@ class Pools:
         """Forget all pools, whose memory belongs to others from now on."""
         self._pools = []
 
+    def take_over(self, other: "Pools") -> None:
+        """Take the pools of another object on the same devices, which has none afterwards."""
+        self._pools = other._pools
+        other.give_up()
+
     def close(self) -> None:
         """Free the memory of all pools."""
         free(self._pools)
