@@ -1,8 +1,9 @@
 """BlockStore: the one owner of parameters, which counts who uses them and frees them when nobody does."""
 
 import threading
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, Protocol
 
 import jax
@@ -10,13 +11,15 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
+from jaxserve.compilation.programs import Compiler, abstract
 from jaxserve.core.aligned_arrays import aligned
-from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import ModelConfig
-from jaxserve.core.precision import BITS
-from jaxserve.executor.host_memory import HostShards, Parameter, PinnedMemory
+from jaxserve.executor.held_variants import HeldVariants
+from jaxserve.executor.host_memory import Parameter, PinnedMemory
+from jaxserve.executor.shard_copies import BlockCopy, BlockLeaves, ShardCopier, is_in_other_parts
+from jaxserve.executor.traffic import Traffic
 from jaxserve.models import abstract_block, check_parameters
-from jaxserve.parallel.placement import Placement
+from jaxserve.parallel.placement import Placement, bytes_held
 
 
 class ParameterSource(Protocol):
@@ -31,6 +34,10 @@ class ParameterSource(Protocol):
     def remember(self, block_id: str | None = None) -> None:
         """Check from now on that tensors are unchanged when they are read again: of a block, or of all read next."""
         ...
+
+
+Between = Callable[[], None] | None
+Copied = Callable[[int], None] | None
 
 
 class Reference:
@@ -79,8 +86,11 @@ class BlockStore:
 
     Variants that layers may change to are read or rounded once, and held in the host's memory for all instances. Where
     the host is the device, layers run on the held arrays themselves. There full precision is not held: it is read from
-    the checkpoint's files each time, and must be what was loaded at the start. Elsewhere all variants are held, in
-    pinned memory if possible.
+    the checkpoint's files, and must be what was loaded at the start. Elsewhere all variants are held, in pinned memory
+    if possible.
+
+    What other devices have is not read again. The devices of a placement take their shares from copies of the same
+    block and precision: from one on the same device, else from one on another device. The rest comes from the host.
     """
 
     def __init__(
@@ -96,116 +106,156 @@ class BlockStore:
 
         Make the store before any layer is read: what is read again later must be what was loaded first.
         """
-        self._source, self._model = source, model
-        self._variants, self._host_is_device, self._pinned = frozenset(variants), host_is_device, pinned
-        # By block, precision and number of shards; host arrays, pinned arrays or `HostShards`.
-        self._held: dict[tuple[str, str, int], Mapping[str, Any]] = {}
+        self.traffic = Traffic()
+        self._source, self._model, self._host_is_device = source, model, host_is_device
+        self._held = HeldVariants(
+            self._read, variants, host_is_device=host_is_device, pinned=pinned, max_degree=model.shards
+        )
+        self._copier = ShardCopier(model.shards, self.traffic)
         self._copies: dict[tuple[str, str, Placement], _DeviceCopy] = {}
         self._lock = threading.Lock()  # for the references
-        self._reading = threading.Lock()  # for what is held
         if variants and host_is_device:
             source.remember()
 
     def hold(self, block: str, precision: str, placement: Placement) -> None:
-        """Read a variant into the host's memory, for `acquire` with this placement or another one of as many devices.
+        """Read a variant into the host's memory, for `acquire` with this placement or others.
 
         Where full precision is not held, take the checksums of its tensors instead.
         """
-        if self._is_held(block, precision):
-            self._hold(block, precision, placement)
+        if self._held.holds(block, precision):
+            self._held.get(block, precision, self._shardings(block, precision, placement))
         else:
             self._source.remember(block)
 
     def acquire(
-        self,
-        block: str,
-        precision: str,
-        placement: Placement,
-        *,
-        between: Callable[[], None] | None = None,
-        copied: Callable[[int], None] | None = None,
+        self, block: str, precision: str, placement: Placement, *, between: Between = None, copied: Copied = None
     ) -> Reference:
         """Return a reference to a block's parameters on the devices of a placement, made now unless they are there.
 
-        `between` is called before each tensor that is read, and `copied` with the bytes of each array after its copy;
+        `between` is called before each tensor that is read, and `copied` with the bytes of arrays after their copy;
         both may wait. Raise `CheckpointError` if tensors cannot be read or have changed since they were loaded.
         """
         key = block, precision, placement
+        in_place = self._in_place(block, precision)
         with self._lock:
             copy = self._copies.setdefault(key, _DeviceCopy())
-            in_place = self._host_is_device and self._is_held(block, precision)
             reference = Reference({}, partial(self._release, key, copy), in_place=in_place)
             copy.references.add(reference)
         try:
             with copy.making:
                 if copy.parameters is None:
                     copy.tied = copy.tied or self._tied(block, precision, placement)
-                    copy.parameters = self._copy(block, precision, placement, copy.tied, between, copied)
+                    copy.parameters = self._make(key, copy.tied, between, copied)
                 reference.parameters = copy.parameters
         except BaseException:
             reference.release()
             raise
+        if in_place:
+            self._drop_unused_cuts(block, precision)
         return reference
+
+    def compile_copies(
+        self, compiler: Compiler, loaded: Reference, block: str, target: Placement, copies: Sequence[Placement]
+    ) -> None:
+        """Start to compile what `acquire` runs for a target placement if a block is on devices only as `copies`.
+
+        `loaded` refers to the block in the same precision on any devices. It may have been released.
+        """
+        self._copier.compile(compiler, *self._copied(loaded, block, target), target, copies)
+
+    def copies_are_warm(self, loaded: Reference, block: str, target: Placement, copies: Sequence[Placement]) -> bool:
+        """Return whether all is compiled that `compile_copies` compiles with these arguments."""
+        return self._copier.is_warm(*self._copied(loaded, block, target), target, copies)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the variants that are held in the host's memory."""
-        return sum(leaf.nbytes for variant in self._held.values() for leaf in jax.tree.leaves(dict(variant)))
+        return self._held.nbytes
 
     def close(self) -> None:
         """Free everything. No block may run any more, and remaining references do nothing."""
-        with self._lock, self._reading:
-            copies, held = list(self._copies.values()), list(self._held.values())
+        with self._lock:
+            copies = list(self._copies.values())
             self._copies.clear()
-            self._held.clear()
         for copy in copies:
             copy.references.clear()
         for copy in copies:
             copy.free()
-        for leaf in jax.tree.leaves([dict(variant) for variant in held]):
-            if isinstance(leaf, Array):
-                leaf.delete()
+        self._held.close()
 
-    def _is_held(self, block: str, precision: str) -> bool:
-        return is_layer(block) and precision in self._variants and (precision in BITS or not self._host_is_device)
+    def _in_place(self, block: str, precision: str) -> bool:
+        return self._host_is_device and self._held.holds(block, precision)
 
-    def _hold(self, block: str, precision: str, placement: Placement) -> Mapping[str, Any]:
-        """Return a variant in the host's memory, read now if this is its first use."""
-        key = block, precision, len(placement.devices)
-        with self._reading:
-            if key not in self._held:
-                shardings = self._shardings(block, precision, placement)
-                parameters = self._read(block, precision)
-                if self._host_is_device:
-                    self._held[key] = {
-                        name: jax.tree.map(partial(HostShards.cut, sharding=sharding), parameters[name])
-                        for name, sharding in shardings.items()
-                    }
-                else:
-                    self._held[key] = self._pinned.pin(parameters, shardings) if self._pinned else parameters
-            return self._held[key]
-
-    def _copy(
-        self,
-        block: str,
-        precision: str,
-        placement: Placement,
-        tied: Reference | None,
-        between: Callable[[], None] | None,
-        copied: Callable[[int], None] | None,
+    def _make(
+        self, key: tuple[str, str, Placement], tied: Reference | None, between: Between, copied: Copied
     ) -> Mapping[str, Parameter]:
-        if self._is_held(block, precision):
-            parameters = self._hold(block, precision, placement)
-        else:
-            parameters = self._read(block, precision, between)
-        placed = {
-            name: jax.tree.map(partial(_put, sharding=sharding, copied=copied), parameters[name])
-            for name, sharding in self._shardings(block, precision, placement).items()
-            if tied is None or name != "weight"
-        }
+        """Return a block's parameters on the devices of a placement."""
+        block, precision, placement = key
+        shardings = self._shardings(block, precision, placement)
+        if self._in_place(block, precision):
+            held = self._held.get(block, precision, shardings)
+            return {name: jax.tree.map(lambda part, s=s: part.on(s), held[name]) for name, s in shardings.items()}
+        if tied is not None:
+            del shardings["weight"]
+
+        @cache
+        def host() -> Mapping[str, Any]:
+            if self._held.holds(block, precision):
+                return self._held.get(block, precision, self._shardings(block, precision, placement))
+            return self._read(block, precision, between)
+
+        with self._existing(block, precision) as copies:
+            placed = self._place(placement, shardings, copies, host, copied)
         return placed if tied is None else placed | {"weight": tied.parameters["weight"]}
 
-    def _read(self, block: str, precision: str, between: Callable[[], None] | None = None) -> Mapping[str, Parameter]:
+    def _place(
+        self,
+        placement: Placement,
+        shardings: Mapping[str, NamedSharding],
+        copies: Sequence[tuple[Placement, Mapping[str, Parameter]]],
+        host: Callable[[], Mapping[str, Any]],
+        copied: Copied,
+    ) -> dict[str, Any]:
+        """Return parameters on the devices of a placement, from `copies`; what they lack comes from the host."""
+        if not copies and not is_in_other_parts(host(), placement):
+            put = partial(_put, copied=copied, traffic=self.traffic)
+            return {name: jax.tree.map(partial(put, sharding=s), host()[name]) for name, s in shardings.items()}
+        there = [BlockCopy(where, BlockLeaves.of(parameters, shardings).leaves) for where, parameters in copies]
+        block = BlockLeaves.of(copies[0][1] if copies else host(), shardings)
+        made = self._copier.copy(
+            placement, there, block.shardings, lambda: BlockLeaves.of(host(), shardings).leaves, copied
+        )
+        return block.with_leaves(made)
+
+    @contextmanager
+    def _existing(self, block: str, precision: str) -> Iterator[list[tuple[Placement, Mapping[str, Parameter]]]]:
+        """Return the copies of a block on devices, which are not freed meanwhile."""
+        found: dict[Placement, Reference] = {}
+        with self._lock:
+            for key, copy in self._copies.items():
+                if key[:2] == (block, precision) and copy.parameters is not None:
+                    found[key[2]] = Reference(copy.parameters, partial(self._release, key, copy))
+                    copy.references.add(found[key[2]])
+        try:
+            yield [(placement, reference.parameters) for placement, reference in found.items()]
+        finally:
+            for reference in found.values():
+                reference.release()
+
+    def _copied(
+        self, loaded: Reference, block: str, target: Placement
+    ) -> tuple[Sequence[jax.ShapeDtypeStruct], Sequence[NamedSharding]]:
+        """Return the abstract arrays of a block that are copied to a target placement, and their shardings there."""
+        if loaded.in_place:
+            return (), ()
+        axes = abstract_block(self._model, block)[1]
+        shardings = {name: target.sharding(axes[name].axes) for name in loaded.parameters}
+        if block == "head" and self._model.tie_embeddings:
+            del shardings["weight"]
+        flat = BlockLeaves.of(loaded.parameters, shardings)
+        return [abstract(leaf) for leaf in flat.leaves], flat.shardings
+
+    def _read(self, block: str, precision: str, between: Between = None) -> Mapping[str, Parameter]:
         parameters = self._source.variant(block, precision, self._model, between)
         check_parameters(abstract_block(self._model, block, precision)[1], parameters)
         return parameters
@@ -225,22 +275,39 @@ class BlockStore:
             if reference not in copy.references:
                 return
             copy.references.remove(reference)
+            if copy.references:
+                return
             # Arrays on held memory are kept: they take none of their own, and making them again takes a millisecond,
             # twenty with the throttle, while a layer waits to change.
-            if copy.references or (reference.in_place and copy.parameters is not None):
-                return
-            del self._copies[key]
-        copy.free()
+            kept = reference.in_place and copy.parameters is not None
+            if not kept:
+                del self._copies[key]
+        if kept:
+            self._drop_unused_cuts(*key[:2])
+        else:
+            copy.free()
+
+    def _drop_unused_cuts(self, block: str, precision: str) -> None:
+        """Give up what is held for degrees that no instance uses, as long as there is another one."""
+        unused: list[_DeviceCopy] = []
+        with self._lock:
+            there = {key: copy for key, copy in self._copies.items() if key[:2] == (block, precision)}
+            used = {len(placement.devices) for (*_, placement), copy in there.items() if copy.references}
+            for degree in self._held.cuts(block, precision).keys() - used:
+                if self._held.drop(block, precision, degree):
+                    unused += [self._copies.pop(key) for key in there if len(key[2].devices) == degree]
+        for copy in unused:
+            copy.free()
 
 
-def _put(part: np.ndarray | Array | HostShards, sharding: NamedSharding, copied: Callable[[int], None] | None) -> Array:
-    if isinstance(part, HostShards):
-        return part.on(sharding)
-    if copied is None:
-        return jax.device_put(part, sharding)
-    if isinstance(part, np.ndarray) and [device.platform for device in sharding.device_set] == ["cpu"]:
+def _put(part: np.ndarray | Array, sharding: NamedSharding, copied: Copied, traffic: Traffic) -> Array:
+    devices = sharding.device_set
+    if copied is not None and isinstance(part, np.ndarray) and [device.platform for device in devices] == ["cpu"]:
         # XLA would copy an unaligned array in the thread that runs steps, for up to a second.
         part = aligned(part)
     array = jax.device_put(part, sharding)
-    copied(array.block_until_ready().nbytes)
+    for device in devices:
+        traffic.count(bytes_held(array) // len(devices), device, None)
+    if copied is not None:
+        copied(array.block_until_ready().nbytes)
     return array

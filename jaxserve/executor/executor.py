@@ -138,17 +138,17 @@ class BlockExecutor:
         placement = self.blocks[self._index(block)].placement
         return self._builder.load(block, precision, placement, between=between, copied=copied)
 
-    def replace(self, layers: abc.Sequence[LoadedBlock]) -> list[LoadedBlock]:
-        """Replace decoder layers between two steps, and return the replaced ones for the caller to free.
+    def replace(self, new: abc.Sequence[LoadedBlock]) -> list[LoadedBlock]:
+        """Replace blocks between two steps, and return the replaced ones for the caller to free.
 
         Steps that were dispatched before still use their parameters. Nothing is compiled if the executables
         were warmed.
         """
         blocks = list(self.blocks)
         replaced: list[LoadedBlock] = []
-        for loaded in layers:
+        for loaded in new:
             index = self._index(loaded.block)
-            assert blocks[index].placement == loaded.placement, "a layer is replaced on its own devices"
+            assert blocks[index].placement == loaded.placement, "a block is replaced on its own devices"
             replaced.append(blocks[index])
             blocks[index] = loaded
         self.blocks = blocks
@@ -205,7 +205,10 @@ class BlockExecutor:
             self._use_stages(stages)
 
     def close(self) -> None:
-        """Release the parameters; free the pools and the sampler's state. The executor cannot be used afterwards."""
+        """Release the parameters; free the pools and the sampler's state. The executor cannot be used afterwards.
+
+        Blocks that were freed before, and pools that were given up to another instance, are left alone.
+        """
         if self._fused is not None:
             self._fused.close()
         for loaded in self.blocks:

@@ -11,14 +11,23 @@ from typing import Any, overload
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxserve.compilation.programs import Program, StartsCompiling
 from jaxserve.core.kv_layout import MAX_MOVED_PAGES, segments_covering
 from jaxserve.core.step_shapes import smallest_holding
-from jaxserve.kernels import Pool, move_pages, pool_shape, release_pages, reserving, storage_dtype
-from jaxserve.parallel.placement import bytes_held
+from jaxserve.kernels import (
+    Pool,
+    move_pages,
+    pool_shape,
+    put_pages,
+    release_pages,
+    reserving,
+    storage_dtype,
+    take_pages,
+)
+from jaxserve.parallel.placement import POOL_AXES, Placement, bytes_held
 
 MOVES = (16, MAX_MOVED_PAGES)  # pages that one call moves; padded with moves of the null page to itself
 
@@ -27,12 +36,13 @@ AbstractPool = tuple[jax.ShapeDtypeStruct, ...]
 
 
 class PoolPrograms:
-    """The programs that make the segments of KV pools on certain devices, and that shrink pools in place."""
+    """The programs on the KV pools of a placement, which make segments, and move, copy and release pages in place."""
 
-    def __init__(self, sharding: NamedSharding, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike):
+    def __init__(self, placement: Placement, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike):
         """`dtype` is the dtype of activations, or int8."""
-        platform = next(iter(sharding.device_set)).platform
-        self._sharding, self._dtype = sharding, storage_dtype(dtype, platform)
+        platform = placement.platform
+        self.placement, self.sharding = placement, placement.sharding(POOL_AXES)
+        sharding, self._dtype = self.sharding, storage_dtype(dtype, platform)
         self._shape = partial(
             pool_shape, kv_heads=kv_heads, page_size=page_size, head_dim=head_dim, dtype=dtype, platform=platform
         )
@@ -41,12 +51,14 @@ class PoolPrograms:
             jax.jit(self._reserve, static_argnums=0, out_shardings=sharding),
             sharding.mesh,
         )
-        self._move = _on_each_device(move_pages, sharding, 2)
-        self._release = _on_each_device(release_pages, sharding, 1)
+        self._move = self._program(move_pages, 2)
+        self._release = self._program(release_pages, 1)
+        self._take = self._program(take_pages, 1, in_place=False)
+        self._put = self._program(put_pages, 1, contents=True)
 
     def abstract(self, sizes: Sequence[int]) -> AbstractPool:
         """Return the abstract pool with segments of these numbers of pages."""
-        return tuple(jax.ShapeDtypeStruct(self._shape(size), self._dtype, sharding=self._sharding) for size in sizes)
+        return tuple(jax.ShapeDtypeStruct(self._shape(size), self._dtype, sharding=self.sharding) for size in sizes)
 
     def make(self, pages: int) -> Pool:
         """Return a pool of zeros with one segment. On an elastic platform a page takes memory when it is written."""
@@ -58,29 +70,62 @@ class PoolPrograms:
         size = smallest_holding(MOVES, len(pairs))
         ids = np.zeros((2, size), np.int32)
         ids[:, : len(pairs)] = np.transpose(pairs)
-        return self._move.at((_pages(pool), size))(pool, *ids)
+        return self._move.at((pages_of(pool), size))(pool, *ids)
 
     def release(self, pool: Pool, pages: int) -> Pool:
         """Return the pool without the memory of the pages from `pages` on, whose contents become undefined."""
-        return self._release.at(_pages(pool))(pool, np.array([pages, pool[0].shape[0]], np.int32))
+        return self._release.at(pages_of(pool))(pool, np.array([pages, pool[0].shape[0]], np.int32))
+
+    def take(self, pool: Pool, ids: np.ndarray) -> jax.Array:
+        """Return the contents of pages i32[N], where N is one of `MOVES`."""
+        return self._take.at((pages_of(pool), len(ids)))(pool, ids)
+
+    def put(self, pool: Pool, contents: jax.Array, ids: np.ndarray) -> Pool:
+        """Return the pool with `contents` as the pages i32[N], where N is one of `MOVES`."""
+        return self._put.at((pages_of(pool), len(ids)))(pool, contents, ids)
 
     def compile_segments(self, sizes: Iterable[int], compiler: StartsCompiling) -> None:
         """Start to compile the programs that make segments of these numbers of pages."""
         for size in dict.fromkeys(sizes):
             compiler.compile(self._make, size, static=(size,))
 
-    def compile(self, sizes: Sequence[int], present: int, compiler: StartsCompiling) -> None:
-        """Start to compile the programs of a pool with `present` segments of these sizes, and with more of them."""
+    def compile(self, sizes: Sequence[int], present: int, compiler: StartsCompiling, *, copies: bool = False) -> None:
+        """Start to compile the programs of a pool with `present` segments of these sizes, and with more of them.
+
+        `copies`: also those that copy pages to other pools and from them.
+        """
         self.compile_segments(sizes, compiler)
         for count in range(present, len(sizes) + 1):
             pool = self.abstract(sizes[:count])
             for size in MOVES:
-                ids = jax.ShapeDtypeStruct((size,), np.int32)
-                compiler.compile(self._move, (_pages(pool), size), pool, ids, ids)
-            compiler.compile(self._release, _pages(pool), pool, jax.ShapeDtypeStruct((2,), np.int32))
+                ids, (contents,) = jax.ShapeDtypeStruct((size,), np.int32), self.abstract((size,))
+                compiler.compile(self._move, (pages_of(pool), size), pool, ids, ids)
+                if copies:
+                    compiler.compile(self._take, (pages_of(pool), size), pool, ids)
+                    compiler.compile(self._put, (pages_of(pool), size), pool, contents, ids)
+            compiler.compile(self._release, pages_of(pool), pool, jax.ShapeDtypeStruct((2,), np.int32))
 
     def _reserve(self, pages: int) -> jax.Array:
-        return reserving(self._shape(pages), self._dtype, self._sharding)()
+        return reserving(self._shape(pages), self._dtype, self.sharding)()
+
+    def _program(
+        self, operation: Callable[..., Any], operands: int, *, contents: bool = False, in_place: bool = True
+    ) -> Program:
+        """Return a program of a pool, perhaps the contents of pages, and `operands` vectors of page ids.
+
+        It works on each device's own part of the pool, in place unless it only reads.
+        """
+        name, own = operation.__name__, self.sharding.spec
+        if self.sharding.mesh.size > 1:
+            operation = jax.shard_map(
+                operation,
+                mesh=self.sharding.mesh,
+                in_specs=(own, *([own] if contents else []), *[PartitionSpec()] * operands),
+                out_specs=own,
+                check_vma=False,  # custom calls do not declare how their outputs vary
+            )
+        donated = 0 if in_place else ()
+        return Program(name, jax.jit(operation, donate_argnums=donated, out_shardings=self.sharding))
 
 
 class Pools:
@@ -90,14 +135,16 @@ class Pools:
     steps that were dispatched before use the pages as they were.
     """
 
-    def __init__(self, programs: Sequence[PoolPrograms], sizes: Sequence[int]):
-        """Make the first segment of every pool, with the programs of each layer.
+    def __init__(self, programs: Sequence[PoolPrograms], sizes: Sequence[int], pools: Sequence[Pool] | None = None):
+        """Make the first segment of every pool with the programs of each layer, or take existing `pools`.
 
         `sizes` holds the pages of all segments that a pool may have.
         """
-        self._programs, self.sizes = tuple(programs), tuple(sizes)
-        self._make = tuple(programs.make for programs in self._programs)
-        self._pools = [make(self.sizes[0]) for make in self._make]
+        self.programs, self.sizes = tuple(programs), tuple(sizes)
+        self._make = tuple(programs.make for programs in self.programs)
+        self._pools = [make(self.sizes[0]) for make in self._make] if pools is None else list(pools)
+        for pool in self._pools:
+            assert pages_of(pool) == self.sizes[: len(pool)], "segments are taken in order"
 
     def __len__(self) -> int:
         return len(self._pools)
@@ -163,17 +210,31 @@ class Pools:
         Elastic pools release page by page, other pools whole segments. If copying raises, only the target pages have
         changed.
         """
-        pairs, batch, kept = list(moves.items()), MOVES[-1], segments_covering(self.sizes, pages)
-        for layer in range(len(self)):  # copy in all layers before any page is released
-            for start in range(0, len(pairs), batch):
-                self._pools[layer] = self._programs[layer].move(self._pools[layer], pairs[start : start + batch])
+        self.move(moves)  # in all layers before any page is released
+        kept = segments_covering(self.sizes, pages)
         for layer, pool in enumerate(self._pools):
-            self._pools[layer] = self._programs[layer].release(pool[:kept], pages)
+            self._pools[layer] = self.programs[layer].release(pool[:kept], pages)
             free([pool[kept:]])
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Copy pages as `moves` (source: target) says. No target is also a source."""
+        pairs, batch = list(moves.items()), MOVES[-1]
+        for layer in range(len(self)):
+            for start in range(0, len(pairs), batch):
+                self._pools[layer] = self.programs[layer].move(self._pools[layer], pairs[start : start + batch])
+
+    def give_up(self) -> None:
+        """Forget all pools, whose memory belongs to others from now on."""
+        self._pools = []
+
+    def take_over(self, other: "Pools") -> None:
+        """Take the pools of another object on the same devices, which has none afterwards."""
+        self._pools = other._pools
+        other.give_up()
 
     def run_on_padding(self, layer: int) -> None:
         """Run the compiled programs of a layer's pool without effect: the null page moves and no page is released."""
-        programs, pool = self._programs[layer], self._pools[layer]
+        programs, pool = self.programs[layer], self._pools[layer]
         for size in MOVES:
             pool = programs.move(pool, [(0, 0)] * size)
         self._pools[layer] = programs.release(pool, pool[0].shape[0])
@@ -191,20 +252,6 @@ def free(pools: Iterable[Pool]) -> None:
         segment.delete()
 
 
-def _pages(pool: Pool | AbstractPool) -> tuple[int, ...]:
+def pages_of(pool: Pool | AbstractPool) -> tuple[int, ...]:
+    """Return the pages of each segment of a pool."""
     return tuple(segment.shape[0] for segment in pool)
-
-
-def _on_each_device(operation: Callable[..., Pool], sharding: NamedSharding, operands: int) -> Program:
-    """Return a program (pool, operands) -> pool that works in place, on each device's own part of the pool."""
-    name = operation.__name__
-    if sharding.mesh.size > 1:
-        replicated = (PartitionSpec(),) * operands
-        operation = jax.shard_map(
-            operation,
-            mesh=sharding.mesh,
-            in_specs=(sharding.spec, *replicated),
-            out_specs=sharding.spec,
-            check_vma=False,  # custom calls do not declare how their outputs vary
-        )
-    return Program(name, jax.jit(operation, donate_argnums=0, out_shardings=sharding))

@@ -16,7 +16,7 @@ from jaxserve.executor.blocks import BlockBuilder
 from jaxserve.executor.fused import FusedPrograms
 from jaxserve.executor.outputs import unit_length
 from jaxserve.executor.pools import PoolPrograms
-from jaxserve.parallel.placement import POOL_AXES, Placement
+from jaxserve.parallel.placement import Placement
 from jaxserve.sampling.programs import SamplerPrograms
 
 
@@ -48,7 +48,7 @@ class Programs:
         model = self.builder.config
         make = partial(
             PoolPrograms,
-            placement.sharding(POOL_AXES),
+            placement,
             kv_heads=model.num_kv_heads,
             page_size=self._page_size,
             head_dim=model.head_dim,

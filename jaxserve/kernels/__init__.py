@@ -11,12 +11,12 @@ from jaxserve.kernels.grouped_matmul import grouped_matmul
 from jaxserve.kernels.kv import kv_pool, kv_write, page_bytes, pool_shape, storage_dtype
 from jaxserve.kernels.matmul import AllReduce, matmul
 from jaxserve.kernels.operands import DeferredNorm, DeferredSwiGLU, LeftOperand, value_of
-from jaxserve.kernels.pool_segments import Pool
+from jaxserve.kernels.pool_segments import Pool, put_pages, take_pages
 from jaxserve.kernels.rope import HeadNorms, ProjectedQKV
 
 __all__ = [
     "GRANULE", "AllReduce", "AttentionMeta", "DeferredNorm", "DeferredSwiGLU", "HeadNorms", "LeftOperand", "Pool",
     "ProjectedQKV", "committed_bytes", "grouped_matmul", "is_elastic", "kv_pool", "kv_write", "matmul", "move_pages",
-    "page_bytes", "paged_attention", "pool_shape", "release_pages", "reserving", "storage_dtype", "value_of",
-    "write_and_attend",
+    "page_bytes", "paged_attention", "pool_shape", "put_pages", "release_pages", "reserving", "storage_dtype",
+    "take_pages", "value_of", "write_and_attend",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from jaxserve.kernels.native import kv as native
-from jaxserve.kernels.pool_segments import Pool, own_pages, take_pages
+from jaxserve.kernels.pool_segments import Pool, put_pages, take_pages
 
 GRANULE = 2 << 20  # bytes: the largest unit in which an elastic pool takes memory or gives it back
 
@@ -75,9 +75,7 @@ def move_pages(pool: Pool, source: Array, target: Array) -> Pool:
     This works in place if the caller donates the pool. All pages are read before any is written. Targets are distinct,
     except that padding copies the null page to itself.
     """
-    pages = take_pages(pool, source)
-    own = zip(pool, own_pages(pool, target), strict=True)
-    return tuple(segment.at[ids].set(pages, mode="drop") for segment, ids in own)
+    return put_pages(pool, take_pages(pool, source), target)
 
 
 def committed_bytes(pool: Pool) -> int:

@@ -27,6 +27,12 @@ def take_pages(pool: Pool, pages: Array) -> Array:
     return taken
 
 
+def put_pages(pool: Pool, contents: Array, pages: Array) -> Pool:
+    """Return the pool with `contents` [N, ...] as the pages i32[N], which are distinct but for the null page."""
+    own = zip(pool, own_pages(pool, pages), strict=True)
+    return tuple(segment.at[ids].set(contents, mode="drop") for segment, ids in own)
+
+
 def own_pages(pool: Pool, pages: Array) -> list[Array]:
     """Return the indices i32[*I] of pages i32[*I] in each segment, out of bounds for pages of other segments."""
     return [

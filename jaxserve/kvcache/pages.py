@@ -186,6 +186,11 @@ class PagePool:
         """The pages that no sequence holds, in the order in which `allocate` takes them."""
         return [*sorted(self._free), *range(self._fresh, self.num_pages), *self._cached]
 
+    @property
+    def occupied(self) -> list[int]:
+        """The pages with contents to keep: those that sequences hold, and cached ones."""
+        return [page for page in range(1, self._fresh) if self._references[page] or page in self._cached]
+
     # -- pools that become one, and one that becomes several
 
     @classmethod

@@ -46,6 +46,25 @@ def spec(axes: Sequence[str | None] = ()) -> PartitionSpec:
     return PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes))
 
 
+def split_axis(sharding: NamedSharding) -> int | None:
+    """Return the axis that a sharding splits over devices, or None if every device has the whole array."""
+    return next((axis for axis, name in enumerate(sharding.spec) if name is not None), None)
+
+
+def on_device(array: Array, device: jax.Device) -> Array:
+    """Return the part of an array that a device holds, as an array of its own with the same buffer."""
+    # As a mapping, because JAX lists the shards twice if two threads ask at once.
+    return {shard.device: shard.data for shard in array.addressable_shards}[device]
+
+
+def assembled(parts: Sequence[Array], sharding: NamedSharding) -> Array:
+    """Return the array that has these parts on its devices, in the order of the mesh. It shares their buffers."""
+    axis, shape = split_axis(sharding), list(parts[0].shape)
+    if axis is not None:
+        shape[axis] *= len(parts)
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(parts))
+
+
 def bytes_held(array: Array) -> int:
     """Return the bytes of an array, summed over its devices."""
     # Not by its shards, which JAX lists twice if two threads ask at once.

@@ -140,12 +140,12 @@ class MemoryPlan:
         """
         return within_start(self.config, self.plan.instances, replace(self.limits, copy_rate=copy_rate))
 
-    def scheduler(self, instance: InstancePlan) -> tuple[Scheduler, PageTable]:
-        """Return a new scheduler for an instance, and the page table it fills."""
+    def scheduler(self, instance: InstancePlan, pages: PagePool | None = None) -> tuple[Scheduler, PageTable]:
+        """Return a new scheduler for an instance, and the page table it fills. Without `pages` all of them are free."""
         config, buckets = self.config, self.buckets_of(instance.tp)
         width = max(ceil_div(self.max_len(instance.tp), config.page_size), *buckets.widths)
         table = PageTable(buckets.max_num_seqs, width)
-        pages = PagePool(
+        pages = pages or PagePool(
             instance.stages[0].kv_pages,
             caching=config.prefix_caching,
             min_pages=self.min_pages(instance.tp),

@@ -207,7 +207,7 @@ class Adapted:
         assert loaded.in_place == bool(shards)
         if not shards:
             return False
-        assert addresses(loaded.leaves) == {part.ctypes.data for each in shards for part in each.parts.values()}
+        assert addresses(loaded.leaves) == {part.ctypes.data for each in shards for part in each.parts}
         return True
 
     def held_bytes(self) -> Counter[jax.Device]:

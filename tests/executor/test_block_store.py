@@ -91,7 +91,7 @@ def test_instances_run_on_the_same_host_arrays_without_a_copy(store, source, pla
     assert addresses(first) == addresses(second)
     assert first.in_place
     held = jax.tree.leaves(dict(held_variants(store)["layers.1", "int4"]))
-    parts = {part.ctypes.data for shards in held for part in shards.parts.values()}
+    parts = {part.ctypes.data for shards in held for part in shards.parts}
     assert {address for each in addresses(first).values() for address in each} == parts
     assert store.held_bytes == sum(shards.nbytes for shards in held)
     expected = [np.asarray(leaf) for leaf in jax.tree.leaves(dict(source.variant("layers.1", "int4", source.config)))]
@@ -110,17 +110,19 @@ def test_host_shards_are_cut_as_the_devices_shares_and_never_copied(spec) -> Non
         placed = shards.on(on(*devices).sharding(spec))
         np.testing.assert_array_equal(placed, array)
         where = {shard.data.unsafe_buffer_pointer() for shard in placed.addressable_shards}
-        assert where == {part.ctypes.data for part in shards.parts.values()}
+        assert where == {part.ctypes.data for part in shards.parts}
         assert len(shards.parts) == (1 if spec == (None, None) else 2)
 
 
-def test_full_precision_is_read_again_for_each_copy_where_the_host_is_the_device(store, source) -> None:
+def test_full_precision_is_not_held_where_the_host_is_the_device(store, source) -> None:
     read: list[int] = []
+    first = store.acquire("layers.1", "float32", on(0), between=lambda: read.append(1))
+    first.release()
     first = store.acquire("layers.1", "float32", on(0), between=lambda: read.append(1))
     second = store.acquire("layers.1", "float32", on(1))
     assert store.acquire("layers.1", "float32", on(0)).parameters is first.parameters
-    assert source.reads == {("layers.1", "float32"): 2}
-    assert read == [1]
+    assert source.reads == {("layers.1", "float32"): 2}, "again after it was freed, and not while a device has it"
+    assert read == [1, 1]
     assert not first.in_place
     store.hold("layers.1", "float32", on(0))
     assert source.remembered == [None, "layers.1"]

@@ -9,13 +9,15 @@ from jaxserve.core.request import Request, Sequence
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.parallel.placement import Placement
 from jaxserve.sampling.device_sampler import DeviceSampler
+from jaxserve.sampling.programs import SamplerPrograms
 
 VOCAB = 16
 LOGITS = jnp.asarray(np.linspace(1.0, 0.0, VOCAB, dtype=np.float32))[None]
 
 
 def sampler() -> DeviceSampler:
-    return DeviceSampler(Placement((jax.devices()[0],)), slots=2, vocab=VOCAB, max_len=32, top_logprobs=1)
+    placement = Placement((jax.devices()[0],))
+    return DeviceSampler(SamplerPrograms(placement, slots=2, vocab=VOCAB, max_len=32, top_logprobs=1))
 
 
 def sequence() -> Sequence:

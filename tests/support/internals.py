@@ -130,13 +130,13 @@ def wrap_rename(patch: pytest.MonkeyPatch, pool: Any, wrap: Callable[[Callable],
 
 def wrap_move_batch(patch: pytest.MonkeyPatch, pools: Any, wrap: Callable[[Callable], Callable]) -> None:
     """Replace the method that moves pages of one layer's pool on the device."""
-    for programs in set(pools._programs):
+    for programs in set(pools.programs):
         patch.setattr(programs, "move", wrap(programs.move))
 
 
 def move_program_of(pools: Any) -> Any:
     """Return the only program with which an executor's pools move pages."""
-    (programs,) = set(pools._programs)
+    (programs,) = set(pools.programs)
     return programs._move
 
 
@@ -219,7 +219,13 @@ def store_of(executor: Any) -> BlockStore:
 
 def held_variants(store: BlockStore) -> Mapping[tuple[str, str], Mapping[str, Any]]:
     """Return the variants that a `BlockStore` holds in the host's memory, by block and precision."""
-    return {(block, precision): held for (block, precision, _), held in store._held.items()}
+    held = store._held
+    return {name: list(held.cuts(*name).values())[-1] for name in held.names}
+
+
+def held_degrees(store: BlockStore, block: str, precision: str) -> set[int]:
+    """Return the degrees that a `BlockStore` holds cuts of a variant for."""
+    return set(store._held.cuts(block, precision))
 
 
 def references_in(store: BlockStore) -> dict[tuple[str, str, Any], int]:
@@ -233,6 +239,18 @@ def references_in(store: BlockStore) -> dict[tuple[str, str, Any], int]:
 def wrap_block_reads(patch: pytest.MonkeyPatch, store: Any, wrap: Callable[[Callable], Callable]) -> None:
     """Replace the method with which a `BlockStore`, or all of the class, reads blocks from the checkpoint."""
     patch.setattr(store, "_read", wrap(store._read))
+    if isinstance(store, BlockStore):
+        patch.setattr(store._held, "_read", store._read)
+
+
+def wrap_shard_copies(patch: pytest.MonkeyPatch, store: BlockStore, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace the method with which a `BlockStore` makes the shares of one device from copies on devices."""
+    patch.setattr(store._copier, "_share", wrap(store._copier._share))
+
+
+def wrap_exchange_calls(patch: pytest.MonkeyPatch, exchange: Any, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace the method with which a `KVExchange` runs a program on a segment."""
+    patch.setattr(exchange, "_call", wrap(exchange._call))
 
 
 # -- telemetry

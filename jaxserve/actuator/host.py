@@ -1,0 +1,178 @@
+"""The instances on real devices, as the procedure of `control.regrouping` makes, moves and ends them."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from typing import cast
+
+from jaxserve.actuator.actuator import PlanActuator
+from jaxserve.actuator.maker import InstanceMaker, Parts
+from jaxserve.actuator.throttle import Throttle
+from jaxserve.control.plan import InstancePlan
+from jaxserve.control.transitions import Waits
+from jaxserve.engine.instances import InstanceSet
+from jaxserve.engine.loop import StepLoop
+from jaxserve.engine.outputs import RequestState
+from jaxserve.executor.blocks import LoadedBlock
+from jaxserve.executor.executor import BlockExecutor
+from jaxserve.executor.kv_exchange import KVExchange, Side
+from jaxserve.executor.pools import copy_pages
+from jaxserve.kvcache import PagePool
+
+NewActuator = Callable[[str, StepLoop], PlanActuator]
+
+
+class DeviceHost:
+    """The instances of an engine (`control.regrouping.InstanceHost`), each with the actuator of its own plan.
+
+    Merges and splits work block by block: new blocks are made of the shares that their devices have, and then the old
+    ones are freed.
+    """
+
+    def __init__(
+        self, maker: InstanceMaker, instances: Mapping[str, StepLoop], new_actuator: NewActuator, throttle: Throttle
+    ):
+        """`throttle` limits copies that are made while instances serve."""
+        self._maker, self._new_actuator, self._throttle = maker, new_actuator, throttle
+        self.instances = dict(instances)
+        self.actuators = {name: new_actuator(name, steps) for name, steps in instances.items()}
+        self._ended: dict[StepLoop, PlanActuator] = {}  # actuators of instances that have ended and are not released
+        self._front: InstanceSet | None = None
+
+    @property
+    def front(self) -> InstanceSet:
+        """The engine's front, which steps the instances and sends requests to them."""
+        assert self._front is not None, "the front is connected before the first regroup"
+        return self._front
+
+    def connect(self, front: InstanceSet) -> None:
+        """Take the engine's front."""
+        self._front = front
+
+    def instance(self, name: str) -> StepLoop:
+        return self.instances[name]
+
+    # -- instances on devices of their own
+
+    def stage(self, plans: Sequence[InstancePlan], seconds: float) -> Waits[Mapping[str, Parts]]:
+        yield from ()
+        staged: dict[str, Parts] = {}
+        throttle = self._throttle
+        throttle.worked()
+        try:
+            for plan in plans:
+                staged[plan.name] = self._maker.load(plan, between=throttle.worked, copied=throttle.copied)
+        except BaseException:
+            self.discard(staged)
+            raise
+        return staged
+
+    def discard(self, staged: Mapping[str, Parts]) -> None:
+        for parts in staged.values():
+            for block in parts.blocks:
+                block.free()
+            parts.pools.close()
+
+    def open(self, plan: InstancePlan, staged: Parts) -> StepLoop:
+        return self._maker.make(plan, staged)
+
+    # -- merge and split
+
+    def merge(self, members: Sequence[StepLoop], plan: InstancePlan, pages: PagePool, undo: ExitStack) -> StepLoop:
+        executors = [_executor(member) for member in members]
+        (blocks,) = self._reload(executors, [plan], undo)
+        exchange = self._exchange(list(map(_side, executors)), self._side(plan))
+        groups = _groups(pages, len(members))
+        pools = exchange.merge([executor.pools for executor in executors], groups)
+
+        def part() -> None:
+            for executor, own in zip(executors, exchange.split(pools, groups), strict=True):
+                executor.pools.take_over(own)
+
+        undo.callback(part)
+        return self._maker.make(plan, Parts(blocks, pools), pages)
+
+    def split(
+        self, whole: StepLoop, plans: Sequence[InstancePlan], pages: Sequence[PagePool], undo: ExitStack
+    ) -> list[StepLoop]:
+        executor = _executor(whole)
+        exchange = self._exchange(list(map(self._side, plans)), _side(executor))
+        groups = sorted({page for part in pages for page in part.occupied})
+        pools = exchange.split(executor.pools, groups)
+        undo.callback(lambda: executor.pools.take_over(exchange.merge(pools, groups)))
+        blocks = self._reload([executor], plans, undo)
+        parts = zip(plans, map(Parts, blocks, pools), pages, strict=True)
+        return [self._maker.make(plan, part, own) for plan, part, own in parts]
+
+    def _reload(
+        self, old: Sequence[BlockExecutor], plans: Sequence[InstancePlan], undo: ExitStack
+    ) -> list[list[LoadedBlock]]:
+        """Return the blocks of new instances, made one by one of those that old ones have, which are then freed."""
+        load = self._maker.programs.builder.load
+        made: list[list[LoadedBlock]] = [[] for _ in plans]
+        placements = [[self._maker.placement(stage) for stage in plan.stages for _ in stage.blocks] for plan in plans]
+        for index in range(len(old[0].blocks)):
+            before = [executor.blocks[index] for executor in old]
+            for own, devices in zip(made, placements, strict=True):
+                own.append(load(before[0].block, before[0].precision, devices[index]))
+                undo.callback(own[-1].free)
+            undo.callback(self._restore, old, before)
+            for block in before:
+                block.free()
+        return made
+
+    def _restore(self, old: Sequence[BlockExecutor], before: Sequence[LoadedBlock]) -> None:
+        """Load blocks again that were freed."""
+        load = self._maker.programs.builder.load
+        for executor, block in zip(old, before, strict=True):
+            executor.replace([load(block.block, block.precision, block.placement)])
+
+    def _exchange(self, members: Sequence[Side], merged: Side) -> KVExchange:
+        return self._maker.programs.exchange(members, merged)
+
+    def _side(self, plan: InstancePlan) -> Side:
+        """Return the pools that an instance of this plan has."""
+        return self._maker.side(plan)
+
+    # -- pages
+
+    def move_pages(self, instance: StepLoop, moves: Mapping[int, int]) -> None:
+        _executor(instance).pools.move(moves)
+
+    def copy_pages(self, source: StepLoop, target: StepLoop, pages: Mapping[int, int]) -> None:
+        copy_pages(_executor(source).pools, _executor(target).pools, list(pages.items()))
+
+    # -- the engine's front
+
+    def replace(self, before: Collection[str], after: Mapping[str, StepLoop], homeless: Sequence[RequestState]) -> None:
+        self.front.replace(before, after)
+        self.front.place(homeless)
+        ended = {name: (self.instances.pop(name), self.actuators[name]) for name in before}
+        self.instances |= after
+        self.actuators |= {name: self._new_actuator(name, steps) for name, steps in after.items()}
+        self._ended |= dict(ended.values())
+        self._gone = [name for name in before if name not in after]
+
+    def release(self, ended: Sequence[StepLoop]) -> Waits[None]:
+        yield from ()
+        for name in self._gone:
+            del self.actuators[name]
+        for steps in ended:
+            self._ended.pop(steps).close()
+            steps.core.close()
+            _executor(steps).close()
+
+    def close(self) -> None:
+        """Free everything. No instance may run any more."""
+        for actuator in (*self.actuators.values(), *self._ended.values()):
+            actuator.close()
+        for steps in (*self.instances.values(), *self._ended):
+            _executor(steps).close()
+
+
+def _executor(steps: StepLoop) -> BlockExecutor:
+    return cast(BlockExecutor, steps.executor)
+
+
+def _groups(pages: PagePool, members: int) -> list[int]:
+    """Return the pages of the members of which any has contents in the joined pool."""
+    return sorted({page // members for page in pages.occupied})

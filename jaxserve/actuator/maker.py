@@ -1,0 +1,152 @@
+"""Makes the instances of an engine: those of the start, and later ones from what other instances leave."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from jaxserve.compilation.programs import Compiler
+from jaxserve.control import InstancePlan, StagePlan
+from jaxserve.control.costs import CostModel
+from jaxserve.core.block_names import is_layer
+from jaxserve.core.clock import Clock
+from jaxserve.core.precision import assignment_id
+from jaxserve.core.progress import QUANTISING, READING, Progress, ignore_progress
+from jaxserve.core.step_load import Loads
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.loop import StepLoop
+from jaxserve.engine.step_log import InstanceLog, StepLog
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.executor.blocks import LoadedBlock
+from jaxserve.executor.executor import BlockExecutor
+from jaxserve.executor.fused import FusedTier
+from jaxserve.executor.pools import Pools
+from jaxserve.executor.programs import InstanceSizes, Programs
+from jaxserve.kvcache import PagePool
+from jaxserve.parallel.placement import Placement
+from jaxserve.planning.resolve import Resolved
+from jaxserve.sampling.device_sampler import DeviceSampler
+from jaxserve.telemetry import EngineMetrics
+from jaxserve.telemetry.tracing import RequestTracer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an instance has on its devices: its blocks in order, and its KV pools."""
+
+    blocks: Sequence[LoadedBlock]
+    pools: Pools
+
+
+@dataclass
+class InstanceMaker:
+    """The maker of all instances of an engine. One thread at a time may use it."""
+
+    resolved: Resolved
+    programs: Programs
+    tokenizer: Tokenizer | None
+    eos_token_ids: Sequence[int]
+    metrics: EngineMetrics
+    clock: Clock
+    fused_tier: Callable[[], FusedTier | None]
+    new_compiler: Callable[[], Compiler]
+    tracer: RequestTracer | None = None
+    step_log: StepLog | None = None
+    costs: CostModel | None = None  # of steps, once they were measured
+    _numbers: count = field(default_factory=count)
+
+    def sizes(self, plan: InstancePlan) -> InstanceSizes:
+        """Return the sizes that the shapes of an instance's programs follow from."""
+        resolved, degree = self.resolved, plan.tp
+        return InstanceSizes(resolved.buckets_of(degree), resolved.segments(degree), resolved.max_len(degree))
+
+    def placement(self, stage: StagePlan) -> Placement:
+        """Return the devices of a stage."""
+        return Placement(tuple(self.resolved.devices[index] for index in stage.devices))
+
+    def load(
+        self,
+        plan: InstancePlan,
+        progress: Progress = ignore_progress,
+        *,
+        between: Callable[[], None] | None = None,
+        copied: Callable[[int], None] | None = None,
+    ) -> Parts:
+        """Load the blocks of an instance and make its pools. `between` and `copied` are as in `BlockStore.acquire`.
+
+        What was loaded is freed if this raises.
+        """
+        blocks: list[LoadedBlock] = []
+        checkpoint, total = self.resolved.checkpoint, len(plan.blocks)
+        try:
+            for stage in plan.stages:
+                placement = self.placement(stage)
+                for block in stage.blocks:
+                    rounding = checkpoint.is_rounded(block.block, block.precision)
+                    progress(QUANTISING if rounding else READING, len(blocks), total)
+                    builder = self.programs.builder
+                    loaded = builder.load(block.block, block.precision, placement, between=between, copied=copied)
+                    blocks.append(loaded)
+            progress(READING, total, total)
+            return Parts(blocks, self._pools(plan))
+        except BaseException:
+            for loaded in blocks:
+                loaded.free()
+            raise
+
+    def _pools(self, plan: InstancePlan) -> Pools:
+        """Return new pools of an instance."""
+        sizes, compiler = self.sizes(plan), self.new_compiler()
+        programs = [
+            self.programs.pools(self.placement(stage))
+            for stage in plan.stages
+            for block in stage.blocks
+            if is_layer(block.block)
+        ]
+        for own in dict.fromkeys(programs):
+            own.compile_segments(sizes.segments[:1], compiler)
+        compiler.wait()
+        return Pools(programs, sizes.segments)
+
+    def make(
+        self, plan: InstancePlan, parts: Parts, pages: PagePool | None = None, compiler: Compiler | None = None
+    ) -> StepLoop:
+        """Return the step loop of an instance on its parts, without requests.
+
+        `pages` are those of its pools if some of them have contents. The default `compiler` has threads of its own.
+        """
+        resolved, config, sizes = self.resolved, self.resolved.config, self.sizes(plan)
+        compiler = compiler or self.new_compiler()
+        scheduler, table = resolved.scheduler(plan, pages)
+        sampler = self.programs.sampler(parts.blocks[-1].placement, sizes)
+        sampler.compile_start(compiler)
+        compiler.wait()
+        executor = BlockExecutor(
+            parts.blocks,
+            parts.pools,
+            self.programs,
+            DeviceSampler(sampler),
+            sizes.buckets,
+            table,
+            config.page_size,
+            self.fused_tier(),
+            compiler,
+        )
+        number = next(self._numbers)
+        core = EngineCore(
+            scheduler,
+            resolved.info,
+            self.tokenizer,
+            self.metrics,
+            eos_token_ids=self.eos_token_ids,
+            salt=assignment_id(plan.layer_precisions),
+            seed=config.seed + number,
+            plan_fields=resolved.plan_fields(plan, resolved.plan.version),
+            index=number,
+            name=plan.name,
+            loads=Loads(sizes.buckets),
+            cost=None if self.costs is None else self.costs.of(plan),
+            capacity=resolved.max_len(plan.tp),
+            trace=self.tracer,
+        )
+        log = None if self.step_log is None else InstanceLog(self.step_log, core, sizes.buckets)
+        return StepLoop(core, executor, self.clock, overlap=config.overlap, log=log)
