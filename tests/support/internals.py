@@ -87,7 +87,7 @@ def run_pending_calls(engine: Any) -> None:
 
 def instance_threads_of(engine: Any) -> list[Any]:
     """Return the threads of an `AsyncEngine`, one for each instance."""
-    return list(engine._threads.values())
+    return list(engine._instances.threads.values())
 
 
 def wrap_take_commands(thread: Any, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
