@@ -190,6 +190,10 @@ class EngineCore:
                     sequence.salt = self._salt_of(state.request)
                     self.scheduler.add(sequence)
 
+    def close(self) -> None:
+        """Let the snapshot show the totals of an instance that has ended."""
+        self._take_snapshot(self.snapshot.time)
+
     def take_outgrown(self) -> list[RequestState]:
         """Return the requests that have left this core since the last call because it cannot hold more of them."""
         return []

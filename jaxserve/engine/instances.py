@@ -76,5 +76,6 @@ class EndedInstances:
         self._ending = []
         for steps in ended:
             steps.core.metrics.end()
+            steps.core.close()
         if ended:
             self.totals = (combine([*self.totals, *(steps.core.snapshot.totals for steps in ended)]),)
