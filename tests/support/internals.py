@@ -72,7 +72,7 @@ def assert_no_record_left(engine: Any) -> None:
     directory = directory_of(engine)
     assert len(directory) == 0
     assert len(directory._queue) == directory._queue.tokens == 0
-    assert not directory._router._outstanding.any()
+    assert not any(directory._router._outstanding)
 
 
 def between_steps(engine: Any) -> AbstractContextManager[Any]:
