@@ -14,8 +14,8 @@ from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState
 from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
-from jaxserve.executor.kv_exchange import KVExchange, Side
-from jaxserve.executor.pools import copy_pages
+from jaxserve.executor.kv_exchange import Side
+from jaxserve.executor.page_copies import copy_pages
 from jaxserve.kvcache import PagePool
 
 NewActuator = Callable[[str, StepLoop], PlanActuator]
@@ -80,7 +80,7 @@ class DeviceHost:
     def merge(self, members: Sequence[StepLoop], plan: InstancePlan, pages: PagePool, undo: ExitStack) -> StepLoop:
         executors = [_executor(member) for member in members]
         (blocks,) = self._reload(executors, [plan], undo)
-        exchange = self._exchange(list(map(_side, executors)), self._side(plan))
+        exchange = self._maker.programs.exchange(list(map(_side, executors)), self._maker.side(plan))
         groups = _groups(pages, len(members))
         pools = exchange.merge([executor.pools for executor in executors], groups)
 
@@ -95,7 +95,7 @@ class DeviceHost:
         self, whole: StepLoop, plans: Sequence[InstancePlan], pages: Sequence[PagePool], undo: ExitStack
     ) -> list[StepLoop]:
         executor = _executor(whole)
-        exchange = self._exchange(list(map(self._side, plans)), _side(executor))
+        exchange = self._maker.programs.exchange(list(map(self._maker.side, plans)), _side(executor))
         groups = sorted({page for part in pages for page in part.occupied})
         pools = exchange.split(executor.pools, groups)
         undo.callback(lambda: executor.pools.take_over(exchange.merge(pools, groups)))
@@ -126,20 +126,13 @@ class DeviceHost:
         for executor, block in zip(old, before, strict=True):
             executor.replace([load(block.block, block.precision, block.placement)])
 
-    def _exchange(self, members: Sequence[Side], merged: Side) -> KVExchange:
-        return self._maker.programs.exchange(members, merged)
-
-    def _side(self, plan: InstancePlan) -> Side:
-        """Return the pools that an instance of this plan has."""
-        return self._maker.side(plan)
-
     # -- pages
 
     def move_pages(self, instance: StepLoop, moves: Mapping[int, int]) -> None:
         _executor(instance).pools.move(moves)
 
     def copy_pages(self, source: StepLoop, target: StepLoop, pages: Mapping[int, int]) -> None:
-        copy_pages(_executor(source).pools, _executor(target).pools, list(pages.items()))
+        copy_pages(_executor(source).pools, _executor(target).pools, pages)
 
     # -- the engine's front
 
@@ -171,6 +164,10 @@ class DeviceHost:
 
 def _executor(steps: StepLoop) -> BlockExecutor:
     return cast(BlockExecutor, steps.executor)
+
+
+def _side(executor: BlockExecutor) -> Side:
+    return Side(executor.pools.programs, executor.pools.sizes)
 
 
 def _groups(pages: PagePool, members: int) -> list[int]:

@@ -19,6 +19,7 @@ from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import FusedTier
+from jaxserve.executor.kv_exchange import Side
 from jaxserve.executor.pools import Pools
 from jaxserve.executor.programs import InstanceSizes, Programs
 from jaxserve.kvcache import PagePool
@@ -93,19 +94,23 @@ class InstanceMaker:
                 loaded.free()
             raise
 
-    def _pools(self, plan: InstancePlan) -> Pools:
-        """Return new pools of an instance."""
-        sizes, compiler = self.sizes(plan), self.new_compiler()
-        programs = [
+    def side(self, plan: InstancePlan) -> Side:
+        """Return the pools that an instance has."""
+        programs = (
             self.programs.pools(self.placement(stage))
             for stage in plan.stages
             for block in stage.blocks
             if is_layer(block.block)
-        ]
-        for own in dict.fromkeys(programs):
-            own.compile_segments(sizes.segments[:1], compiler)
+        )
+        return Side(tuple(programs), self.sizes(plan).segments)
+
+    def _pools(self, plan: InstancePlan) -> Pools:
+        """Return new pools of an instance."""
+        side, compiler = self.side(plan), self.new_compiler()
+        for own in dict.fromkeys(side.programs):
+            own.compile_segments(side.sizes[:1], compiler)
         compiler.wait()
-        return Pools(programs, sizes.segments)
+        return Pools(side.programs, side.sizes)
 
     def make(
         self, plan: InstancePlan, parts: Parts, pages: PagePool | None = None, compiler: Compiler | None = None

@@ -2,24 +2,23 @@
 
 import asyncio
 import itertools
-import threading
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import EngineFailed, EngineStopped, NoTokenizer
+from jaxserve.core.errors import EngineStopped, NoTokenizer
 from jaxserve.core.request import Request, RequestOutput, TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.structured import GrammarCompiler
 from jaxserve.engine.client import ControlClient, InstanceState, ModelInfo, Prompt, TextPrompt
 from jaxserve.engine.directory import Directory, RouteOf
-from jaxserve.engine.instance_thread import InstanceThread, Stop, Stream, StreamEntry, fail
-from jaxserve.engine.instances import STALL_SECONDS, lost_request, show_metrics
+from jaxserve.engine.instance_thread import Stream
+from jaxserve.engine.instance_threads import InstanceThreads
 from jaxserve.engine.limits import grammar_of
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.telemetry import EngineMetrics, Snapshot, WaitingRoom, combine
+from jaxserve.telemetry import EngineMetrics, Snapshot, WaitingRoom
 
 LONG_TEXT = 20_000  # characters; longer prompts are tokenized in a thread
 
@@ -64,13 +63,8 @@ class AsyncEngine:
             max_model_len=max_model_len,
             rejected=metrics.rejected,
         )
-        self._changing = threading.Lock()  # held while instances are stopped
-        self._stops: dict[str, Stop] = {}  # by instance, while `stopped` is in progress
-        # Never changed, but replaced while the directory's lock is held.
-        self._threads = {name: InstanceThread(name, steps, self._directory, self) for name, steps in instances.items()}
+        self._instances = InstanceThreads(instances, self._directory, clock)
         metrics.follow_waiting_room(self.waiting_room)
-        for thread in self._threads.values():
-            thread.start()
 
     @property
     def info(self) -> ModelInfo:
@@ -84,9 +78,7 @@ class AsyncEngine:
 
     @property
     def ready(self) -> bool:
-        if self._draining or self._closed:
-            return False
-        return all(not t.started or (t.alive and t.failure is None) for t in self._threads.values())
+        return not self._draining and not self._closed and self._instances.ready
 
     # -- requests
 
@@ -128,29 +120,21 @@ class AsyncEngine:
     # -- what can be observed
 
     def instances(self) -> list[InstanceState]:
-        return [
-            InstanceState(name, thread.steps.core.metrics.number, thread.steps.core.snapshot)
-            for name, thread in self._threads.items()
-        ]
+        cores = {name: steps.core for name, steps in self.loops.items()}
+        return [InstanceState(name, core.metrics.number, core.snapshot) for name, core in cores.items()]
 
     def snapshots(self) -> dict[str, Snapshot]:
         """Return the state of each instance by its name."""
-        return {name: thread.steps.core.snapshot for name, thread in self._threads.items()}
+        return self._instances.snapshots()
 
     def snapshot(self) -> Snapshot:
-        return combine(list(self.snapshots().values()))
+        return self._instances.snapshot()
 
     def waiting_room(self) -> WaitingRoom:
         return self._directory.waiting_room()
 
     def check_health(self) -> None:
-        """Raise `EngineFailed` if a loop has died, or has work and makes no progress."""
-        now = self._clock.now()
-        for thread in self._threads.values():
-            if thread.failure is not None or (thread.started and not thread.alive and not self._closed):
-                raise EngineFailed(f"the engine loop has ended: {thread.failure!r}")
-            if thread.started and not thread.steps.idle and now - thread.progress > STALL_SECONDS:
-                raise EngineFailed(f"no step has ended for {now - thread.progress:.0f} s although there is work")
+        self._instances.check_health()
 
     def count_rejection(self, reason: str) -> None:
         self.metrics.rejected(reason)
@@ -166,12 +150,9 @@ class AsyncEngine:
         Requests that no instance can hold now end with `EngineStopped`.
         """
         self._draining = True
-        self._send_waiting()
+        self._instances.refuse()
         end = self._clock.now() + timeout
-        while any(
-            t.alive and t.failure is None and (self._directory.on(name) or not t.steps.idle)
-            for name, t in self._threads.items()
-        ):
+        while self._instances.busy:
             if self._clock.now() >= end:
                 return False
             await asyncio.sleep(0.02)
@@ -182,114 +163,28 @@ class AsyncEngine:
         if self._closed:
             return
         self._draining = self._closed = True
-        self._send_waiting()
-        for thread in self._threads.values():
-            thread.stop()
-        await asyncio.to_thread(self._join)
+        await asyncio.to_thread(self._instances.close)
         self._on_close()
 
-    def _join(self) -> None:
-        with self._changing:  # then all threads have been started
-            for thread in self._threads.values():
-                thread.stop()
-                thread.join()
-
-    # -- instances that come and go
+    # -- instances that come and go, as `InstanceSet`
 
     @property
     def loops(self) -> Mapping[str, StepLoop]:
-        return {name: thread.steps for name, thread in self._threads.items()}
+        return self._instances.loops
 
-    @contextmanager
-    def stopped(self, names: Collection[str]) -> Iterator[None]:
-        with self._changing:
-            threads = [self._threads[name] for name in names]
-            stops = [thread.halt() for thread in threads]
-            self._stops = {stop.thread.name: stop for stop in stops}
-            try:
-                for stop in stops:
-                    stop.wait(STALL_SECONDS)
-                yield
-            finally:
-                self._stops = {}
-                for stop in stops:
-                    stop.over.set()
-                for thread in self._threads.values():
-                    thread.start()
-                self.reroute()
+    def stopped(self, names: Collection[str]) -> AbstractContextManager[None]:
+        return self._instances.stopped(names)
 
     def replace(self, before: Collection[str], after: Mapping[str, StepLoop]) -> None:
-        ending = [self._threads[name] for name in before]
-        assert all(thread.name in self._stops or not thread.started for thread in ending), "only stopped ones can end"
-        with self._directory.lock:
-            new = {name: InstanceThread(name, steps, self._directory, self) for name, steps in after.items()}
-            threads = {name: thread for name, thread in self._threads.items() if name not in before} | new
-            known = [name for name in (*self._stops, *after) if name in threads]
-            ids = {name: tuple(threads[name].steps.core.request_ids) for name in known}
-            on_the_way, lost = self._directory.moved(threads, ids)
-            self._threads = threads
-            for entry in on_the_way:
-                self._directory.send_again(entry)
-                self._send(entry)
-            for entry in lost:
-                self._end(entry, lost_request(entry.request))
-        for thread in ending:
-            thread.retire()
-            if stop := self._stops.pop(thread.name, None):
-                stop.over.set()
-        for thread in ending:
-            thread.join()
-        show_metrics([thread.steps for thread in ending], after.values())
+        self._instances.replace(before, after)
 
-    def place(self, states: Iterable[RequestState], *, outgrown: bool = False) -> None:
-        with self._directory.lock:
-            for state in states:
-                self._directory.leave(state, outgrown=outgrown)
-            self._send_waiting()
+    def place(self, states: Iterable[RequestState]) -> None:
+        self._instances.place(states)
 
     def reroute(self) -> None:
-        with self._directory.lock:
-            self._directory.follow(self._threads)
-            self._send_waiting()
+        self._instances.reroute()
 
     # -- the way of a request
-
-    def abort(self, entry: StreamEntry) -> None:
-        """End a request, wherever it is. No effect on one that has ended."""
-        with self._directory.lock:
-            if self._directory.get(entry.request.id) is not entry:
-                return
-            entry.aborted = True
-            if entry.instance is None:
-                self._directory.end(entry)
-            else:
-                self._threads[entry.instance].abort(entry)
-
-    def _send(self, entry: StreamEntry) -> None:
-        """Send a request to its instance, or accept one that waits. Call with the directory's lock."""
-        if entry.instance is not None:
-            self._threads[entry.instance].submit(entry)
-        else:
-            entry.owner.settle()
-
-    def _send_waiting(self) -> None:
-        """Send the waiting requests that an instance can hold now there, and end those that none will ever hold."""
-        with self._directory.lock:
-            found, hopeless = self._directory.take_waiting()
-            for entry in found:
-                self._send(entry)
-            for entry, item in hopeless:
-                self._end(entry, item)
-            if self._draining:
-                for entry in self._directory.on(None):
-                    self._end(entry, EngineStopped("the engine is shutting down"))
-
-    def _end(self, entry: StreamEntry, item: RequestOutput | BaseException) -> None:
-        self._directory.end(entry)
-        if isinstance(item, BaseException):
-            fail(entry, item)
-        else:
-            entry.owner.put(item)
 
     async def _request(
         self,
@@ -336,11 +231,9 @@ class AsyncEngine:
         stream = Stream.new()
         while (before := self._directory.get(request.id)) is not None and before.aborted:
             await asyncio.sleep(0.001)  # its id is free after the present step
-        with self._directory.lock:
-            entry = self._directory.add(request, stream)
-            self._send(entry)
+        entry = self._instances.add(request, stream)
         try:
             await stream.admitted
             yield stream
         finally:
-            self.abort(entry)
+            self._instances.abort(entry)

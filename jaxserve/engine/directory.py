@@ -60,8 +60,9 @@ class Directory(Generic[OwnerT]):
     ):
         """`names`: the instances. `route` returns an instance's route under the plan in force.
 
-        `max_model_len` returns the tokens that an instance can hold under the best plan that may come into force.
-        Without these two, all instances hold what `info` says. `rejected` counts a refused request by its reason.
+        `max_model_len` returns the tokens that an instance can hold under the best plan that may come into force. It is
+        called for each request. Without these two, all instances hold what `info` says. `rejected` counts a refused
+        request by its reason.
         """
         self.lock = threading.RLock()
         self._info, self._tokenizer, self._clock = info, tokenizer, clock

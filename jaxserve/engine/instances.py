@@ -8,6 +8,7 @@ from jaxserve.core.errors import EngineFailed
 from jaxserve.core.request import Request
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState
+from jaxserve.telemetry import Snapshot, combine
 
 # Seconds after which an instance that does not come to the end of its step counts as stuck.
 STALL_SECONDS = 120.0
@@ -58,10 +59,23 @@ def lost_request(request: Request) -> EngineFailed:
     return EngineFailed(f"request {request.id} was lost when its instance ended")
 
 
-def show_metrics(ended: Iterable[StepLoop], begun: Iterable[StepLoop]) -> None:
-    """Let the metrics show the gauges of some instances, and no longer those of others."""
-    for steps in ended:
-        steps.core.metrics.end()
-    for steps in begun:
-        core = steps.core
-        core.metrics.follow(core.report)
+class EndedInstances:
+    """The instances that have ended: their metrics show no gauges any more, and their totals are kept."""
+
+    def __init__(self) -> None:
+        self.totals: tuple[Snapshot, ...] = ()  # at most one, the sum
+        self._ending: list[StepLoop] = []
+
+    def add(self, ending: Iterable[StepLoop]) -> None:
+        """Take note of instances that end, unless they are back when `settle` is called."""
+        self._ending += ending
+
+    def settle(self, present: Mapping[str, StepLoop]) -> None:
+        """Count the instances that have ended, given those that are there now."""
+        ended = [steps for steps in self._ending if steps not in present.values()]
+        self._ending = []
+        for steps in ended:
+            steps.core.metrics.end()
+            steps.core.close()
+        if ended:
+            self.totals = (combine([*self.totals, *(steps.core.snapshot.totals for steps in ended)]),)

@@ -13,7 +13,7 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.structured import GrammarCompiler
 from jaxserve.engine.client import ModelInfo, Prompt, TextPrompt
 from jaxserve.engine.directory import Directory, Entry, RouteOf
-from jaxserve.engine.instances import STALL_SECONDS, lost_request, show_metrics
+from jaxserve.engine.instances import STALL_SECONDS, EndedInstances, lost_request
 from jaxserve.engine.limits import grammar_of
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState, failed_output
@@ -59,6 +59,7 @@ class SyncEngine:
         )
         self._outputs: list[RequestOutput] = []  # that the next step returns
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for between two steps
+        self._ended = EndedInstances()
         self._changed = threading.Event()  # set when requests that wait may have found an instance
         self._turn = threading.Lock()  # held while instances change
         for steps in instances.values():
@@ -170,6 +171,7 @@ class SyncEngine:
                 self._take(self._loops[name].drain())
             yield
         finally:
+            self._ended.settle(self._loops)
             self._turn.release()
             self.reroute()
 
@@ -183,7 +185,7 @@ class SyncEngine:
             steps.wake = self._run_calls
         for entry in lost:
             self._end(entry, lost_request(entry.request))
-        show_metrics(ending, after.values())
+        self._ended.add(ending)
 
     def place(self, states: Iterable[RequestState]) -> None:
         self._leave(states)

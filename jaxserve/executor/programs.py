@@ -1,7 +1,7 @@
 """The programs of an engine, which belong to placements and are shared by all instances that run there."""
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from jaxserve.compilation.programs import Program
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.executor.blocks import BlockBuilder
 from jaxserve.executor.fused import FusedPrograms
+from jaxserve.executor.kv_exchange import KVExchange, Side
 from jaxserve.executor.outputs import unit_length
 from jaxserve.executor.pools import PoolPrograms
 from jaxserve.parallel.placement import Placement
@@ -55,6 +56,11 @@ class Programs:
             dtype=self._kv_dtype,
         )
         return self._once(("pools", placement), make)
+
+    def exchange(self, members: Sequence[Side], merged: Side) -> KVExchange:
+        """Return the exchange of KV pages between instances and the one that they merge to."""
+        key = "exchange", tuple(members), merged
+        return self._once(key, partial(KVExchange, members, merged))
 
     def sampler(self, placement: Placement, sizes: InstanceSizes) -> SamplerPrograms:
         """Return the programs that sample the tokens of an instance whose last stage has this placement."""

@@ -40,21 +40,22 @@ class Router:
     """
 
     def __init__(self, routes: Iterable[Route] = ()):
-        self._names: list[str] = []
-        self._outstanding = np.zeros(0, np.int64)  # prompt tokens of unfinished requests, by instance
+        self._index: dict[str, int] = {}
+        self._outstanding: list[int] = []  # prompt tokens of unfinished requests, by instance
         self.update(routes)
 
     def update(self, routes: Iterable[Route], outstanding: Mapping[str, int] | None = None) -> None:
         """Set the instances that exist now, and their outstanding prompt tokens (default: those counted so far)."""
-        routes = list(routes)
         if outstanding is None:
-            outstanding = dict(zip(self._names, self._outstanding.tolist(), strict=True))
-        self._names = [route.name for route in routes]
-        self._index = {name: index for index, name in enumerate(self._names)}
-        self._outstanding = np.array([outstanding.get(name, 0) for name in self._names], np.int64)
-        self._devices = np.array([route.devices for route in routes], np.int64)
-        self._capacities = np.array([route.capacity for route in routes], np.int64)
-        self._draining = np.array([route.draining for route in routes], bool)
+            outstanding = {name: self._outstanding[index] for name, index in self._index.items()}
+        self._routes = list(routes)
+        self._index = {route.name: index for index, route in enumerate(self._routes)}
+        self._outstanding = [outstanding.get(route.name, 0) for route in self._routes]
+        pairs = zip(self._outstanding, self._routes, strict=True)
+        self._loads = np.array([tokens / route.devices for tokens, route in pairs])
+        self._capacities = np.array([route.capacity for route in self._routes], np.int64)
+        self._open = np.array([-1 if route.draining else route.capacity for route in self._routes], np.int64)
+        self._held_by_all = int(self._open.min()) if self._routes else -1  # tokens
 
     @property
     def capacity(self) -> int:
@@ -63,32 +64,36 @@ class Router:
 
     def capacity_of(self, name: str) -> int:
         """Return the capacity of an instance; 0 for an unknown one."""
-        return int(self._capacities[self._index[name]]) if name in self._index else 0
+        return self._routes[self._index[name]].capacity if name in self._index else 0
 
     def choose(self, needed: int) -> str | None:
         """Return the instance for a request that needs a number of tokens, or None if no instance can hold it.
 
         Draining instances are chosen only if no other can hold it.
         """
-        able = self._capacities >= needed
-        chosen = able & ~self._draining
-        if not chosen.any():
-            chosen = able
-            if not chosen.any():
-                return None
-        return self._names[int(np.where(chosen, self._outstanding / self._devices, np.inf).argmin())]
+        if needed <= self._held_by_all:
+            return self._routes[int(self._loads.argmin())].name
+        for capacities in (self._open, self._capacities):
+            able = capacities >= needed
+            if able.any():
+                return self._routes[int(np.where(able, self._loads, np.inf).argmin())].name
+        return None
 
     def take(self, prompt_tokens: int, needed: int) -> str | None:
         """Return what `choose` does, and count the request's prompt tokens on the instance until `ended`."""
         name = self.choose(needed)
         if name is not None:
-            self._outstanding[self._index[name]] += prompt_tokens
+            self._count(self._index[name], prompt_tokens)
         return name
 
     def ended(self, name: str, prompt_tokens: int) -> None:
         """Stop counting a request that `take` counts on an instance, which may have gone."""
         if name in self._index:
-            self._outstanding[self._index[name]] -= prompt_tokens
+            self._count(self._index[name], -prompt_tokens)
+
+    def _count(self, index: int, prompt_tokens: int) -> None:
+        self._outstanding[index] += prompt_tokens
+        self._loads[index] = self._outstanding[index] / self._routes[index].devices
 
 
 @dataclass

@@ -83,6 +83,11 @@ class Snapshot:
         """Share of the KV pages held by sequences (0 to 1)."""
         return self.kv_pages_used / self.kv_pages_total if self.kv_pages_total else 0.0
 
+    @property
+    def totals(self) -> "Snapshot":
+        """The values that are cumulative since the start, alone."""
+        return Snapshot(**{name: getattr(self, name) for name in _TOTALS})
+
     def at(self, now: float) -> "Snapshot":
         """Return the snapshot moved to the time `now`, with waits that have grown longer.
 
@@ -117,6 +122,18 @@ class WaitingRoom:
     oldest_wait: float = 0.0  # s since the first of them arrived
 
 
+_TOTALS = (
+    "steps",
+    "preemptions",
+    "generated_tokens",
+    "prefill_tokens",
+    "finished",
+    "first_tokens",
+    "gaps",
+    "gap_seconds",
+    "busy_seconds",
+    "expected_seconds",
+)
 # Fields that `combine` does not add up.
 _LARGEST = ("time", "plan_version", "oldest_wait")
 _APART = ("layers_by_precision", "first_tokens", "recent")

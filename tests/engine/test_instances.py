@@ -13,7 +13,7 @@ import pytest
 from jaxserve.core.clock import SystemClock
 from jaxserve.core.errors import EngineFailed, EngineStopped, RequestError
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.engine import async_engine, sync_engine
+from jaxserve.engine import instance_threads as threads_of_instances, sync_engine
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.instances import InstanceSet
@@ -270,7 +270,7 @@ def test_change_that_fails_after_the_replacement_can_be_undone() -> None:
 
 
 def test_instance_that_does_not_end_its_step_lets_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(threads_of_instances, "STALL_SECONDS", 0.2)
 
     async def main() -> None:
         async with serving(2) as (engine, changer):
@@ -307,6 +307,22 @@ def test_request_that_a_change_loses_ends_with_an_error() -> None:
                 await running
             await ask(engine, 2, 20)
             await settled(engine)
+
+    asyncio.run(main())
+
+
+def test_totals_stay_when_instances_end_and_gauges_go() -> None:
+    async def main() -> None:
+        async with serving(2) as (engine, changer):
+            changer.quick.set()
+            await asyncio.gather(*(ask(engine, seed, 20) for seed in range(4)))
+            before = engine.snapshot()
+            await asyncio.to_thread(changer.change, ["0", "1"], 1)
+            after = engine.snapshot()
+            assert (after.finished, after.generated_tokens, after.steps) == (4, 80, before.steps)
+            assert after.kv_pages_total == before.kv_pages_total // 2
+            await ask(engine, 4, 20)
+            assert engine.snapshot().generated_tokens == 100
 
     asyncio.run(main())
 

@@ -72,7 +72,7 @@ def assert_no_record_left(engine: Any) -> None:
     directory = directory_of(engine)
     assert len(directory) == 0
     assert len(directory._queue) == directory._queue.tokens == 0
-    assert not directory._router._outstanding.any()
+    assert not any(directory._router._outstanding)
 
 
 def between_steps(engine: Any) -> AbstractContextManager[Any]:
@@ -87,7 +87,7 @@ def run_pending_calls(engine: Any) -> None:
 
 def instance_threads_of(engine: Any) -> list[Any]:
     """Return the threads of an `AsyncEngine`, one for each instance."""
-    return list(engine._threads.values())
+    return list(engine._instances.threads.values())
 
 
 def wrap_take_commands(thread: Any, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
