@@ -15,18 +15,18 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        # A heap. Sequences that have left the queue stay in it until they reach its top.
+        # A heap. Sequences that have left the queue stay in it until they reach its top. The numbers only prevent that
+        # sequences are compared.
         self._heap: list[tuple[tuple, int, Sequence]] = []
-        # The sequences of the queue in the order in which they were queued, with the numbers of their heap entries.
-        self._queued: dict[Sequence, int] = {}
         self._numbers = count()
+        self._queued: dict[Sequence, None] = {}  # the sequences of the queue in the order in which they were queued
         self.size = 0  # sequences, with the deferred ones
         self.prompt_tokens = 0  # of these sequences
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence."""
-        number = self._queued[sequence] = next(self._numbers)
-        heapq.heappush(self._heap, (sequence.order, number, sequence))
+        self._queued[sequence] = None
+        heapq.heappush(self._heap, (sequence.order, next(self._numbers), sequence))
         self._count(sequence, +1)
 
     def defer(self, sequence: Sequence) -> None:
@@ -42,15 +42,15 @@ class WaitingQueue:
     def first(self) -> Sequence | None:
         """The sequence whose turn is next, None if the queue is empty."""
         while self._heap:
-            _, number, sequence = self._heap[0]
-            if self._queued.get(sequence) == number:
+            sequence = self._heap[0][-1]
+            if sequence in self._queued:
                 return sequence
             heapq.heappop(self._heap)
         return None
 
     def sort_by_age(self) -> None:
         """Put sequences that have waited elsewhere before they were pushed where their age puts them in `since`."""
-        self._queued = dict(sorted(self._queued.items(), key=lambda item: item[0].queued_at))
+        self._queued = dict.fromkeys(sorted(self._queued, key=lambda sequence: sequence.queued_at))
 
     @property
     def num_deferred(self) -> int:

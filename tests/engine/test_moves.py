@@ -338,6 +338,21 @@ def test_outgrown_request_can_be_aborted_before_it_is_taken() -> None:
     assert len(service.answers["r"].outputs[0].token_ids) == 2
 
 
+def test_running_request_that_moves_to_an_instance_too_small_for_it_gives_its_pages_back() -> None:
+    service = Service(2)
+    service.join()
+    service.add(request("r", CAPACITY - 4, 20, n=2))
+    for _ in range(15):
+        service.step()
+    (before,) = service.instances
+    states = service.drained(before)
+    after = service.make(1, before.pool, before.device.pages, salt=before.core.salt)
+    after.core.attach(states, lambda page: page, service.clock.now())
+    assert after.pool.used == 0
+    service.room += after.core.take_outgrown()
+    assert [state.request.id for state in service.room] == ["r"]
+
+
 def test_request_is_outgrown_again_after_it_came_back() -> None:
     service = Service(2)
     core = service.instances[0].core

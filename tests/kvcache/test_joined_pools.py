@@ -66,6 +66,15 @@ def test_page_in_use_whose_hash_another_one_has_is_free_after_its_release() -> N
     assert whole.lookup([b"same"]) == [2]
 
 
+def test_of_two_cached_pages_with_the_same_hash_the_one_to_be_evicted_last_keeps_it() -> None:
+    a, b = PagePool(4), PagePool(4)
+    cache(a, {1: b"same", 2: b"other"})
+    cache(b, {2: b"b2", 1: b"same"})
+    whole = joined(a, b)
+    assert whole.lookup([b"same"]) == [3]
+    assert 2 in unused_pages(whole)
+
+
 def test_parting_a_joined_pool_returns_its_members() -> None:
     members = [PagePool(6, max_pages=8) for _ in range(3)]
     cache(members[0], {3: b"a3", 1: b"a1"})
