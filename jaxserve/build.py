@@ -174,20 +174,11 @@ def build(
             loads=Loads(resolved.buckets),
             trace=tracer,
         )
-        if config.warmup:
-            executor.warm()
-            warm_variants(
-                executor,
-                resolved.padded_model,
-                instance,
-                resolved.variants,
-                _foreseen(policy, instance),
-            )
-            executor.settle()
-            trim_heap()
         logged = None if step_log is None else InstanceLog(step_log, core, resolved.buckets)
         instances.append(StepLoop(core, executor, clock, overlap=config.overlap, log=logged))
 
+    if config.warmup:
+        _warm_up(resolved, executors, policy)
     if grammars is not None and eos_token_ids:
         Thread(target=grammars.prepare, name="jaxserve-grammars", daemon=True).start()
     in_force = PlanInForce(resolved.plan)
@@ -311,6 +302,20 @@ def _build_actuators(
 
 def _copy_rate(resolved: Resolved) -> float:
     return COPY_RATES[resolved.devices[0].platform]
+
+
+def _warm_up(resolved: Resolved, executors: Sequence[BlockExecutor], policy: Policy | None) -> None:
+    """Compile everything that the instances run, now and with the variants that their layers may change to."""
+    first, *others = executors
+    first.compile()  # the executables of the others are loaded from these, all at once
+    for executor in others:
+        executor.start_compiling()
+    for executor, instance in zip(executors, resolved.plan.instances, strict=True):
+        executor.warm()
+        foreseen = _foreseen(policy, instance)
+        warm_variants(executor, resolved.padded_model, instance, resolved.variants, foreseen)
+        executor.settle()
+        trim_heap()
 
 
 def _step_costs(resolved: Resolved, executor: BlockExecutor, foreseen: Sequence[InstancePlan]) -> MeasuredCosts:

@@ -133,7 +133,7 @@ class Compiler:
         same = self._named.get(name) if can_load(mesh) else None
         results = same.results if same is not None else self._saved.abstract_results(name, mesh)
         if results is not None:
-            program.results[key] = results = jax.tree.map(_shape, results)
+            program.results[key] = results
             future = self.submit(self._load, program, key, name, arguments, mesh, same)
         else:
             self._activity = COMPILING

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,13 +76,21 @@ class SavedPrograms:
         # What this process has compiled, for executables of other devices. One that was loaded cannot be serialised
         # again: it would lack functions.
         self._compiled: weakref.WeakValueDictionary[str, jax.stages.Compiled] = weakref.WeakValueDictionary()
+        self._results: dict[str, Any] = {}  # the abstract results of programs that this process uses
         self._changed = False
         self._records = _attempt(_record_look_ups) is not None
 
     def abstract_results(self, signature: str, mesh: Mesh | None) -> Any:
-        """Return the abstract results of a program on the devices of a mesh, or None if it cannot be loaded there."""
+        """Return the results of a program as shapes, or None if it cannot be loaded for the devices of a mesh."""
         entry = self._entries.get(signature)
-        return None if entry is None or not can_load(mesh) else _attempt(_decode, entry.results, mesh)
+        if entry is None or mesh is None or not can_load(mesh):
+            return None
+        if signature not in self._results:
+            results = _attempt(_decode, entry.results, mesh)
+            self._results[signature] = jax.tree.map(
+                lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), results
+            )
+        return self._results[signature]
 
     def load(self, signature: str, arguments: tuple, mesh: Mesh | None) -> jax.stages.Compiled | None:
         """Return the executable for these abstract arguments, or None if it cannot be loaded."""
@@ -274,6 +283,17 @@ def _decode(results: Any, mesh: Mesh) -> Any:
     return decoded if kind == "tuple" else STRUCTURES[kind](*decoded)
 
 
+@lru_cache(maxsize=64)
+def _options(mesh: Mesh) -> Any:
+    """Return the options that assign a program to the devices of a mesh."""
+    from jax._src.compiler import get_compile_options
+
+    assignment = mesh.devices.reshape(1, -1)
+    return get_compile_options(
+        num_replicas=1, num_partitions=mesh.size, device_assignment=assignment, backend=mesh.devices.flat[0].client
+    )
+
+
 def _load(
     entry: Entry, compiled: jax.stages.Compiled | None, arguments: tuple, mesh: Mesh
 ) -> jax.stages.Compiled | None:
@@ -283,7 +303,6 @@ def _load(
     None if that lacks it.
     """
     from jax._src import compilation_cache
-    from jax._src.compiler import get_compile_options
     from jax._src.core import ShapedArray
     from jax._src.interpreters.pxla import UnloadedMeshExecutable
     from jax._src.layout import Layout
@@ -291,9 +310,7 @@ def _load(
 
     devices = xla_client.DeviceList(tuple(mesh.devices.flat))
     client = mesh.devices.flat[0].client
-    options = get_compile_options(
-        num_replicas=1, num_partitions=mesh.size, device_assignment=mesh.devices.reshape(1, -1), backend=client
-    )
+    options = _options(mesh)
     if compiled is not None:
         serialized = compiled.runtime_executable().serialize()
         executable = client.deserialize_executable(serialized, devices, options)

@@ -29,6 +29,7 @@ class StepCompiler:
         self._programs = programs
         self._config = programs.builder.config
         self._sizes = sizes
+        self._inputs: dict[tuple[Placement, StepShape], tuple] = {}  # the results of unpacking a step
 
     def compile(self, stages: Sequence[Stage], segments: int = 1) -> None:
         """Start to compile what steps of all shapes run block by block, at all sizes that KV pools may grow to."""
@@ -107,10 +108,12 @@ class StepCompiler:
 
     def _step_inputs(self, placement: Placement, shape: StepShape) -> tuple:
         """Start to compile the unpacking of a step, and return its results (tokens, rows, cos, sin, slots, meta)."""
-        sharding = placement.sharding()
-        packed = jax.ShapeDtypeStruct((shape.size,), np.int32, sharding=sharding)
-        program = self._programs.inputs(placement)
-        return _with_sharding(self._compiler.compile(program, shape, packed, static=(shape,)), sharding)
+        if (placement, shape) not in self._inputs:
+            sharding = placement.sharding()
+            packed = jax.ShapeDtypeStruct((shape.size,), np.int32, sharding=sharding)
+            results = self._compiler.compile(self._programs.inputs(placement), shape, packed, static=(shape,))
+            self._inputs[placement, shape] = _with_sharding(results, sharding)
+        return self._inputs[placement, shape]
 
     def _compile_head(self, placement: Placement, head: Block, x: Any, rows: Any) -> jax.ShapeDtypeStruct:
         """Start to compile the head and the normalisation of embeddings; return the abstract logits."""

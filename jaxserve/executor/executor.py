@@ -82,10 +82,14 @@ class BlockExecutor:
         embeddings = self._normalized(out.hidden) if embeds else None
         return DispatchedStep(work, lambda: self._sample(work, out.logits), scores, embeddings)
 
-    def compile(self) -> None:
-        """Compile or load the executables of every shape. Nothing runs on the devices."""
+    def start_compiling(self) -> None:
+        """Start to compile or load the executables of every shape, in other threads."""
         self._ahead.compile(self._stages, self.pools.segments)
         self.fuse_decodes([loaded.signature() for stage in self._stages for loaded in stage.layers])
+
+    def compile(self) -> None:
+        """Compile or load the executables of every shape, unless they are there. Nothing runs on the devices."""
+        self.start_compiling()
         self._compiler.wait()
         if self._fused is not None:
             self._fused.wait()

@@ -1,7 +1,7 @@
 """SamplerPrograms: the executables that sample the tokens of steps, which belong to a placement."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -80,7 +80,7 @@ class SamplerPrograms:
 
     def compile(self, logits: jax.ShapeDtypeStruct, tile: int, compiler: StartsCompiling) -> None:
         """Start to compile all programs for logits of this shape, and `score` for those of a tile."""
-        rows, history = logits.shape[0], self._history()
+        rows, history = logits.shape[0], self._history
         packed = np.zeros((sampler.NUM_FIELDS, rows), np.int32)
         biases = jax.tree.map(self._outline, sampler.sparse_biases([], rows))
         for program, arguments in self.calls(logits, packed, lambda: (self.newest, history), biases):
@@ -113,6 +113,7 @@ class SamplerPrograms:
     def _empty_state(self) -> tuple[Array, sampler.History]:
         return jnp.zeros(self.slots + 1, jnp.int32), sampler.empty_history(self.slots, self.vocab)
 
+    @cached_property
     def _history(self) -> sampler.History:
         return jax.tree.map(self._outline, jax.eval_shape(self._empty_state)[1])
 
