@@ -132,8 +132,9 @@ class BlockStore:
     ) -> Reference:
         """Return a reference to a block's parameters on the devices of a placement, made now unless they are there.
 
-        `between` is called before each tensor that is read, and `copied` with the bytes of arrays after their copy;
-        both may wait. Raise `CheckpointError` if tensors cannot be read or have changed since they were loaded.
+        `between` is called before each tensor that is read, and `copied` with the bytes of each array after it came
+        from the host or another device; both may wait. Without `copied`, copies may go on after this returns.
+        Raise `CheckpointError` if tensors cannot be read or have changed since they were loaded.
         """
         key = block, precision, placement
         in_place = self._in_place(block, precision)

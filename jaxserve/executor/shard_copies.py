@@ -124,14 +124,12 @@ class ShardCopier:
         """Return a block's arrays on the devices of a target placement, with these shardings.
 
         They come from existing `copies`, and what these lack comes from the arrays that `host` returns. `copied` is
-        called with the bytes of arrays after their copy, and may wait.
+        called with the bytes of each array after it came from the host or another device, and may wait.
         """
         parts: list[list[Array]] = [[] for _ in shardings]
         for group in self._groups(shardings):
             for device, sources in group.sources(target, [copy.placement for copy in copies]):
-                made = self._share(device, sources, copies, group, host)
-                if copied is not None:
-                    copied(sum(array.nbytes for array in jax.block_until_ready(made)))
+                made = self._share(device, sources, copies, group, host, copied)
                 for index, array in zip(group.indices, made, strict=True):
                     parts[index].append(array)
         return [assembled(own, sharding) for own, sharding in zip(parts, shardings, strict=True)]
@@ -185,14 +183,15 @@ class ShardCopier:
         copies: Sequence[BlockCopy],
         group: _Group,
         host: Callable[[], Sequence[HostLeaf]],
+        copied: Callable[[int], None] | None,
     ) -> Sequence[Array]:
         """Return a device's share of the arrays of a group."""
         pieces: list[Sequence[Array]] = []
         for source in sources:
             if source.copy is None:
-                pieces += self._from_host(source, group.of(host()), group)
+                pieces += self._from_host(source, group.of(host()), group, copied)
             else:
-                pieces.append(self._from_copy(source, group.of(copies[source.copy].leaves), group))
+                pieces.append(self._from_copy(source, group.of(copies[source.copy].leaves), group, copied))
         if len(pieces) > 1:
             flat = [array for piece in pieces for array in piece]
             return self._join(group.axes, len(pieces)).at(_key(flat))(*flat)
@@ -200,7 +199,9 @@ class ShardCopier:
             return self._duplicate.at(_key(pieces[0]))(*pieces[0])
         return pieces[0]
 
-    def _from_copy(self, source: Source, leaves: Sequence[Array], group: _Group) -> Sequence[Array]:
+    def _from_copy(
+        self, source: Source, leaves: Sequence[Array], group: _Group, copied: Callable[[int], None] | None
+    ) -> Sequence[Array]:
         """Return cuts on the device that needs them. They are the source's own arrays if they are there as a whole."""
         assert source.source is not None
         assert source.held is not None
@@ -208,17 +209,18 @@ class ShardCopier:
         if not source.is_whole:
             arrays = self._cut(group.axes, source).at(_key(arrays))(np.int32(source.first - source.held[0]), *arrays)
         self._traffic.count(sum(array.nbytes for array in arrays), source.device, source.source)
-        return arrays if source.is_local else jax.device_put(arrays, source.device)
+        return arrays if source.is_local else _sent(arrays, source.device, copied)
 
-    def _from_host(self, source: Source, leaves: Sequence[HostLeaf], group: _Group) -> list[list[Array]]:
+    def _from_host(
+        self, source: Source, leaves: Sequence[HostLeaf], group: _Group, copied: Callable[[int], None] | None
+    ) -> list[Sequence[Array]]:
         """Return one or several pieces of each array, which a device reads from the host."""
         parts = [
             host_parts(leaf, axis, group.cuts, source.first, source.last)
             for leaf, axis in zip(leaves, group.axes, strict=True)
         ]
-        there = Placement((source.device,)).sharding().with_memory_kind(DEVICE)
-        pieces = jax.device_put([list(piece) for piece in zip(*parts, strict=True)], there)
-        self._traffic.count(sum(array.nbytes for array in jax.tree.leaves(pieces)), source.device, None)
+        pieces = [_sent(piece, source.device, copied) for piece in zip(*parts, strict=True)]
+        self._traffic.count(sum(array.nbytes for piece in pieces for array in piece), source.device, None)
         return pieces
 
     def _cut(self, axes: Axes, source: Source) -> Program:
@@ -249,6 +251,20 @@ class ShardCopier:
 
     def _program(self, name: str, function: Callable[..., Any]) -> Program:
         return self._programs.setdefault(name, Program(name, jax.jit(function)))
+
+
+def _sent(
+    arrays: Sequence[np.ndarray | Array], device: jax.Device, copied: Callable[[int], None] | None
+) -> Sequence[Array]:
+    """Return arrays on a device that come from elsewhere."""
+    there = Placement((device,)).sharding().with_memory_kind(DEVICE)
+    if copied is None:
+        return jax.device_put(list(arrays), there)
+    sent = []
+    for array in arrays:
+        sent.append(jax.device_put(array, there).block_until_ready())
+        copied(sent[-1].nbytes)
+    return sent
 
 
 def _key(arrays: Sequence[Array | Abstract]) -> Hashable:

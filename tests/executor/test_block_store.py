@@ -19,10 +19,11 @@ from jaxserve.executor.host_memory import PINNED, HostShards, PinnedMemory
 from jaxserve.models.quantized import split_unit
 from jaxserve.parallel.padding import padded_config
 from jaxserve.parallel.placement import Placement
-from tests.support.internals import held_variants, references_in
+from tests.support.internals import held_degrees, held_variants, references_in
 
 VARIANTS = ("float32", "int4")
 TIED = {"embed", "head"}
+IN_PLACE = "layers.0", "int4"  # where the host is the device
 
 
 class CountingSource:
@@ -214,7 +215,10 @@ def test_parameters_are_freed_exactly_when_the_last_reference_goes(checkpoint, h
             assert not any(leaf.is_deleted() for leaf in leaves(taken[number][1]))
         for (name, devices), reference in taken:
             if (*name, on(*devices)) not in used and name[0] not in TIED:
-                assert all(leaf.is_deleted() is not reference.in_place for leaf in leaves(reference))
+                kept = reference.in_place and len(devices) in held_degrees(store, *name)
+                assert kept or all(leaf.is_deleted() for leaf in leaves(reference))
+        degrees = {len(place.devices) for block, precision, place in used if (block, precision) == IN_PLACE}
+        assert not host_is_device or held_degrees(store, *IN_PLACE) == degrees or not degrees
     store.close()
     assert all(leaf.is_deleted() for _, reference in taken for leaf in leaves(reference))
     for _, reference in taken:
