@@ -6,45 +6,49 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 from jaxserve.actuator import PlanActuator
+from jaxserve.actuator.host import DeviceHost
+from jaxserve.actuator.maker import InstanceMaker
+from jaxserve.actuator.regroup import DeviceRegroupActuator
+from jaxserve.actuator.throttle import Throttle
 from jaxserve.calibration.sensitivity.order import Sensitivity, sensitivity
 from jaxserve.checkpoint.layout import stored_layout
 from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.compilation.cache import CompileCounter, use_persistent_cache
 from jaxserve.compilation.programs import Compiler
-from jaxserve.compilation.saved import saved_programs
+from jaxserve.compilation.saved import SavedPrograms, saved_programs
 from jaxserve.control import InstancePlan, PlanInForce, Resources, StagePlan
+from jaxserve.control.buddies import placements_of
 from jaxserve.control.controller import Controller
-from jaxserve.control.costs import MeasuredCosts, slow_precisions
+from jaxserve.control.costs import CostModel, MeasuredCosts, slow_precisions
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import POLICY_NAMES, QualityLoss, load_policy
 from jaxserve.control.policy import ForesightPolicy, Policy, errors_of_policy
 from jaxserve.control.reconfigure import PlanFacts
+from jaxserve.control.regrouping import Regrouping
 from jaxserve.control.service import ControlPlane
+from jaxserve.control.service_limits import ServiceLimits
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import Clock, SystemClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.machine import trim_heap
-from jaxserve.core.precision import assignment_id
-from jaxserve.core.progress import QUANTISING, READING, Progress, ignore_progress
-from jaxserve.core.step_load import Loads
+from jaxserve.core.progress import Progress, ignore_progress
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import ModelInfo
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.instances import InstanceSet
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.model_tokenizer import load_tokenizer
-from jaxserve.engine.step_log import CostsRecord, InstanceLog, LoggedController, StepLog, resource_facts
+from jaxserve.engine.step_log import CostsRecord, LoggedController, StepLog, resource_facts
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.executor.block_store import BlockStore
-from jaxserve.executor.blocks import BlockBuilder, LoadedBlock
+from jaxserve.executor.blocks import BlockBuilder
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.executor.host_memory import HostMemory, PinnedMemory, pinned_memory
-from jaxserve.executor.pools import PoolPrograms, Pools
-from jaxserve.executor.programs import InstanceSizes, Programs
+from jaxserve.executor.programs import Programs
 from jaxserve.executor.timing import step_costs
 from jaxserve.executor.warm_placements import WarmPlacements, WarmUp
 from jaxserve.executor.warmup import warm_variants
@@ -52,8 +56,6 @@ from jaxserve.parallel.placement import Placement
 from jaxserve.planning.memory import COPY_RATES, COPY_SHARES, copy_pace
 from jaxserve.planning.resolve import Resolved, resolve
 from jaxserve.planning.spec import STATIC
-from jaxserve.sampling.device_sampler import DeviceSampler
-from jaxserve.scheduler import Scheduler
 from jaxserve.structured.compiler import LLGrammarCompiler
 from jaxserve.telemetry import EngineMetrics
 from jaxserve.telemetry.tracing import RequestTracer
@@ -73,17 +75,34 @@ class BuiltEngine:
     clock: Clock
     control: ControlPlane | None
     in_force: PlanInForce
-    actuators: Mapping[str, PlanActuator]
+    host: DeviceHost | None  # of the instances, if they have a control plane
+    limits: ServiceLimits
     close: Callable[[], None]
     resolved: Resolved
     compilations: CompileCounter
-    programs: Programs
+    maker: InstanceMaker
     warm: WarmPlacements
 
     @property
     def loops(self) -> dict[str, StepLoop]:
         """The step loops by the names of their instances."""
         return {steps.core.name: steps for steps in self.instances}
+
+    @property
+    def actuators(self) -> Mapping[str, PlanActuator]:
+        """The actuators of the instances that serve, by name; none without a control plane."""
+        return {} if self.host is None else self.host.actuators
+
+    @property
+    def programs(self) -> Programs:
+        """The programs of all instances."""
+        return self.maker.programs
+
+    def connect(self, front: InstanceSet) -> None:
+        """Let the front that steps the instances follow the plan, and let the plan change its instances."""
+        self.in_force.follow(front.reroute)
+        if self.host is not None:
+            self.host.connect(front)
 
 
 def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> SyncEngine:
@@ -92,9 +111,18 @@ def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> 
     Raise `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the engine cannot be built.
     """
     built = build(config, progress=progress)
-    return SyncEngine(
-        built.loops, built.info, built.tokenizer, built.clock, grammars=built.grammars, on_close=built.close
+    engine = SyncEngine(
+        built.loops,
+        built.info,
+        built.tokenizer,
+        built.clock,
+        grammars=built.grammars,
+        route=built.limits.route,
+        max_model_len=built.limits.max_model_len,
+        on_close=built.close,
     )
+    built.connect(engine)
+    return engine
 
 
 def build_async_engine(config: EngineConfig, progress: Progress = ignore_progress) -> AsyncEngine:
@@ -107,7 +135,7 @@ def build_async_engine(config: EngineConfig, progress: Progress = ignore_progres
 
 def async_engine(built: BuiltEngine) -> AsyncEngine:
     """Return a built engine with threads that step it. It closes what was built when it is shut down."""
-    return AsyncEngine(
+    engine = AsyncEngine(
         built.loops,
         built.info,
         built.tokenizer,
@@ -115,8 +143,12 @@ def async_engine(built: BuiltEngine) -> AsyncEngine:
         built.clock,
         grammars=built.grammars,
         control=built.control,
+        route=built.limits.route,
+        max_model_len=built.limits.max_model_len,
         on_close=built.close,
     )
+    built.connect(engine)
+    return engine
 
 
 def build(
@@ -150,63 +182,62 @@ def build(
     store = _block_store(resolved, host_memory(resolved.devices[0]))
     saved = saved_programs(resolved.padded_model, resolved.devices)
     programs = _programs(resolved, store)
+    maker = InstanceMaker(
+        resolved,
+        programs,
+        tokenizer,
+        eos_token_ids,
+        metrics,
+        clock,
+        fused_tier=partial(_fused_tier, resolved, compilations, saved, programs),
+        new_compiler=lambda: Compiler(saved, progress),
+        tracer=tracer,
+        step_log=step_log,
+    )
     to_warm = WarmUp(
-        partial(_sizes, resolved), resolved.variants, _fuses_ahead(resolved), foreseen=partial(_foreseen, policy)
+        maker.sizes,
+        resolved.variants,
+        _fuses_ahead(resolved),
+        foreseen=partial(_foreseen, policy),
+        moves=maker.compile_moves if controlled else lambda plan, compiler: None,
     )
     warm = WarmPlacements(programs, saved, compilations, resolved.devices, to_warm)
-    instances, executors = [], []
-    for index, instance in enumerate(resolved.plan.instances):
-        executor, scheduler = build_instance(
-            resolved, instance, programs, compilations, Compiler(saved, progress), progress
-        )
-        executors.append(executor)
-        core = EngineCore(
-            scheduler,
-            resolved.info,
-            tokenizer,
-            metrics,
-            eos_token_ids=eos_token_ids,
-            salt=assignment_id(instance.layer_precisions),
-            seed=config.seed + index,
-            plan_fields=resolved.plan_fields(instance, resolved.plan.version),
-            index=index,
-            name=instance.name,
-            loads=Loads(resolved.buckets),
-            trace=tracer,
-        )
-        logged = None if step_log is None else InstanceLog(step_log, core, resolved.buckets)
-        instances.append(StepLoop(core, executor, clock, overlap=config.overlap, log=logged))
-
+    instances = [maker.make(plan, maker.load(plan, progress)) for plan in resolved.plan.instances]
+    executors = [cast(BlockExecutor, steps.executor) for steps in instances]
     if config.warmup:
         _warm_up(resolved, executors, policy)
     if grammars is not None and eos_token_ids:
         Thread(target=grammars.prepare, name="jaxserve-grammars", daemon=True).start()
     in_force = PlanInForce(resolved.plan)
-    actuators: Mapping[str, PlanActuator] = {}
-    control = None
+    control = host = regrouper = None
     if known and load and policy:
         _hold_variants(resolved, store)
-        costs = None
         if config.warmup and resolved.variants:
             costs = _step_costs(resolved, executors[0], _foreseen(policy, resolved.plan.instances[0]))
             for steps, instance in zip(instances, resolved.plan.instances, strict=True):
                 steps.core.replan(steps.core.salt, steps.core.plan_fields, costs.of(instance))
             if step_log is not None:
                 step_log.write(CostsRecord(costs.to_dict()))
+            maker.costs = costs
             # Loaded again, now that steps were timed: foresight, which the warm-up needed, does not depend on that.
             load = _policy_loader(resolved, known, costs)
             policy = load(config.policy)
-        actuators = _build_actuators(resolved, instances, executors, metrics, in_force, costs)
-        control = _build_control_plane(resolved, policy, load, instances, in_force, actuators, clock, step_log, costs)
+        host = _build_host(maker, instances, in_force)
+        regrouper = _build_regrouper(maker, host, in_force, warm)
+        control = _build_control_plane(maker, policy, load, host, regrouper, in_force)
         metrics.follow_control(control.state)
+        if config.warmup:
+            warm.warm_in_background(placements_of(resolved.plan, resolved.degrees[-1]))
+    limits = ServiceLimits(in_force, _resources(resolved, None), lambda: None if control is None else control.policy)
 
     def close() -> None:
-        for part in (control, *actuators.values(), warm, step_log, tracer):
+        for part in (control, regrouper, warm, host, step_log, tracer):
             if part is not None:
                 part.close()
         compilations.close()
-        for executor in executors:
-            executor.close()
+        if host is None:
+            for executor in executors:
+                executor.close()
         store.close()
 
     return BuiltEngine(
@@ -218,11 +249,12 @@ def build(
         clock,
         control,
         in_force,
-        actuators,
+        host,
+        limits,
         close,
         resolved,
         compilations,
-        programs,
+        maker,
         warm,
     )
 
@@ -274,30 +306,47 @@ def _foreseen(policy: Policy | None, instance: InstancePlan) -> Sequence[Instanc
         return policy.foresee(instance)
 
 
-def _build_actuators(
-    resolved: Resolved,
-    instances: Sequence[StepLoop],
-    executors: Sequence[BlockExecutor],
-    metrics: EngineMetrics,
-    in_force: PlanInForce,
-    costs: MeasuredCosts | None,
-) -> Mapping[str, PlanActuator]:
-    """Return an actuator for each instance by its name."""
-    return {
-        plan.name: PlanActuator(
-            plan.name,
+def _build_host(maker: InstanceMaker, instances: Sequence[StepLoop], in_force: PlanInForce) -> DeviceHost:
+    """Return the host of the instances, with an actuator for each."""
+    resolved, metrics = maker.resolved, maker.metrics
+    platform = resolved.devices[0].platform
+    pace, share = copy_pace(platform), COPY_SHARES[platform]
+
+    def new_actuator(name: str, steps: StepLoop) -> PlanActuator:
+        return PlanActuator(
+            name,
             steps,
-            executor,
+            cast(BlockExecutor, steps.executor),
             metrics,
             in_force,
             ledgers=resolved.ledgers,
             entries=resolved.device_entries,
-            facts=PlanFacts(resolved.plan_fields, costs),
-            pace=copy_pace(resolved.devices[0].platform),
-            copy_share=COPY_SHARES[resolved.devices[0].platform],
+            facts=PlanFacts(resolved.plan_fields, maker.costs),
+            pace=pace,
+            copy_share=share,
         )
-        for plan, steps, executor in zip(resolved.plan.instances, instances, executors, strict=True)
-    }
+
+    return DeviceHost(
+        maker, {steps.core.name: steps for steps in instances}, new_actuator, partial(Throttle, pace, share)
+    )
+
+
+def _build_regrouper(
+    maker: InstanceMaker, host: DeviceHost, in_force: PlanInForce, warm: WarmPlacements
+) -> DeviceRegroupActuator:
+    """Return what merges, splits, adds and removes instances."""
+    resolved = maker.resolved
+    regrouping = Regrouping(
+        host,
+        in_force,
+        _resources(resolved, maker.costs),
+        resolved.ledgers,
+        resolved.device_entries,
+        PlanFacts(resolved.plan_fields, maker.costs),
+        maker.clock.now,
+    )
+    is_warm = warm.is_or_becomes_warm if resolved.config.warmup else lambda plan: True
+    return DeviceRegroupActuator(regrouping, lambda: host.front, maker.metrics, is_warm)
 
 
 def _copy_rate(resolved: Resolved) -> float:
@@ -336,7 +385,7 @@ def _step_costs(resolved: Resolved, executor: BlockExecutor, foreseen: Sequence[
     return costs
 
 
-def _resources(resolved: Resolved, costs: MeasuredCosts | None) -> Resources:
+def _resources(resolved: Resolved, costs: CostModel | None) -> Resources:
     return replace(resolved.resources(_copy_rate(resolved)), costs=costs)
 
 
@@ -357,30 +406,27 @@ def _objectives(config: EngineConfig) -> dict[str, float | None]:
 
 
 def _build_control_plane(
-    resolved: Resolved,
+    maker: InstanceMaker,
     policy: Policy,
     load: Callable[..., Policy],
-    instances: Sequence[StepLoop],
+    host: DeviceHost,
+    regrouper: DeviceRegroupActuator,
     in_force: PlanInForce,
-    actuators: Mapping[str, PlanActuator],
-    clock: Clock,
-    step_log: StepLog | None,
-    costs: MeasuredCosts | None,
 ) -> ControlPlane:
-    config = resolved.config
-    resources = _resources(resolved, costs)
+    resolved, step_log = maker.resolved, maker.step_log
+    resources = _resources(resolved, maker.costs)
     make_controller = Controller if step_log is None else partial(LoggedController, step_log)
-    controller = make_controller(in_force, policy, resources, actuators)
-    loops = dict(zip(actuators, instances, strict=True))
     return ControlPlane(
-        controller,
+        make_controller(in_force, policy, resources, host.actuators, regrouper=regrouper),
         resources,
         resolved.ledgers,
-        clock,
-        snapshots=lambda: {name: steps.core.snapshot for name, steps in loops.items()},
+        maker.clock,
+        snapshots=host.snapshots,
+        waiting=host.waiting_room,
+        longest=host.longest,
         policy_names=POLICY_NAMES,
         load_policy=load,
-        started_with=str(config.policy),
+        started_with=str(resolved.config.policy),
     )
 
 
@@ -428,55 +474,6 @@ def _sensitivity(resolved: Resolved) -> Sensitivity:
     return sensitivity(checkpoint.path, resolved.padded_model.num_layers, resolved.variants, weights)
 
 
-def build_instance(
-    resolved: Resolved,
-    instance: InstancePlan,
-    programs: Programs,
-    compilations: CompileCounter,
-    compiler: Compiler,
-    progress: Progress,
-) -> tuple[BlockExecutor, Scheduler]:
-    """Load an instance's blocks, and return its executor, which is not warm yet, and its scheduler."""
-    config, sizes = resolved.config, _sizes(resolved, instance)
-    blocks: list[LoadedBlock] = []
-    pools: list[PoolPrograms] = []
-    total = len(instance.blocks)
-    for stage in instance.stages:
-        placement = _placement(resolved, stage)
-        for block in stage.blocks:
-            rounding = resolved.checkpoint.is_rounded(block.block, block.precision)
-            progress(QUANTISING if rounding else READING, len(blocks), total)
-            blocks.append(programs.builder.load(block.block, block.precision, placement))
-            if is_layer(block.block):
-                pools.append(programs.pools(placement))
-    progress(READING, total, total)
-    scheduler, table = resolved.scheduler(instance)
-    sampler = programs.sampler(blocks[-1].placement, sizes)
-    for own in set(pools):
-        own.compile_segments(sizes.segments[:1], compiler)
-    sampler.compile_start(compiler)
-    compiler.wait()
-    executor = BlockExecutor(
-        blocks,
-        Pools(pools, sizes.segments),
-        programs,
-        DeviceSampler(sampler),
-        sizes.buckets,
-        table,
-        config.page_size,
-        _fused_tier(resolved, compilations, compiler, programs),
-        compiler,
-    )
-    return executor, scheduler
-
-
-def _sizes(resolved: Resolved, instance: InstancePlan) -> InstanceSizes:
-    """Return the sizes that the shapes of an instance's programs follow from."""
-    return InstanceSizes(
-        resolved.buckets_of(instance.tp), resolved.segments(instance.tp), resolved.max_len(instance.tp)
-    )
-
-
 def _fuses_ahead(resolved: Resolved) -> bool:
     """Return whether steps that only decode are fused before an instance serves: on CPU, unless `fuse` forbids it."""
     config = resolved.config
@@ -484,7 +481,7 @@ def _fuses_ahead(resolved: Resolved) -> bool:
 
 
 def _fused_tier(
-    resolved: Resolved, compilations: CompileCounter, compiler: Compiler, programs: Programs
+    resolved: Resolved, compilations: CompileCounter, saved: SavedPrograms, programs: Programs
 ) -> FusedTier | None:
     """Return the fused tier that the configuration asks for, or None.
 
@@ -500,6 +497,6 @@ def _fused_tier(
         compilations,
         patience=PATIENCE if background else None,
         at_warmup=ahead,
-        compiler=compiler,
+        compiler=Compiler(saved),
         programs=programs.fused,
     )

@@ -1,5 +1,6 @@
 """The instances on real devices, as the procedure of `control.regrouping` makes, moves and ends them."""
 
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import cast
@@ -17,6 +18,7 @@ from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.kv_exchange import Side
 from jaxserve.executor.page_copies import copy_pages
 from jaxserve.kvcache import PagePool
+from jaxserve.telemetry import Snapshot, WaitingRoom
 
 NewActuator = Callable[[str, StepLoop], PlanActuator]
 
@@ -29,14 +31,24 @@ class DeviceHost:
     """
 
     def __init__(
-        self, maker: InstanceMaker, instances: Mapping[str, StepLoop], new_actuator: NewActuator, throttle: Throttle
+        self,
+        maker: InstanceMaker,
+        instances: Mapping[str, StepLoop],
+        new_actuator: NewActuator,
+        new_throttle: Callable[[Callable[[], bool], Callable[[float], object]], Throttle],
     ):
-        """`throttle` limits copies that are made while instances serve."""
-        self._maker, self._new_actuator, self._throttle = maker, new_actuator, throttle
+        """`new_throttle(are_busy, wait)` returns a throttle of copies that are made while instances serve."""
+        self._maker, self._new_actuator = maker, new_actuator
+        self._closing = threading.Event()
+        self._throttle = new_throttle(self._are_busy, self._closing.wait)
         self.instances = dict(instances)
         self.actuators = {name: new_actuator(name, steps) for name, steps in instances.items()}
-        self._ended: dict[StepLoop, PlanActuator] = {}  # actuators of instances that have ended and are not released
+        self._gone: list[str] = []  # names of instances that have ended and are not released
+        self._ended: dict[StepLoop, PlanActuator] = {}  # these instances with their actuators
         self._front: InstanceSet | None = None
+
+    def _are_busy(self) -> bool:
+        return not all(steps.idle for steps in tuple(self.instances.values()))
 
     @property
     def front(self) -> InstanceSet:
@@ -50,6 +62,21 @@ class DeviceHost:
 
     def instance(self, name: str) -> StepLoop:
         return self.instances[name]
+
+    # -- what policies see
+
+    def snapshots(self) -> dict[str, Snapshot]:
+        """Return the state of each instance after its latest step."""
+        return {name: steps.core.snapshot for name, steps in tuple(self.instances.items())}
+
+    def waiting_room(self) -> WaitingRoom:
+        """Return the state of the requests that no instance can hold now."""
+        return WaitingRoom() if self._front is None else self._front.waiting_room()
+
+    def longest(self, name: str) -> int:
+        """Return the tokens that the longest sequence of an instance needs; 0 for an instance that has ended."""
+        steps = self.instances.get(name)
+        return 0 if steps is None else steps.core.scheduler.longest
 
     # -- instances on devices of their own
 
@@ -156,6 +183,7 @@ class DeviceHost:
 
     def close(self) -> None:
         """Free everything. No instance may run any more."""
+        self._closing.set()
         for actuator in (*self.actuators.values(), *self._ended.values()):
             actuator.close()
         for steps in (*self.instances.values(), *self._ended):

@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from jaxserve.compilation.programs import Compiler
+from jaxserve.compilation.programs import Compiler, StartsCompiling
 from jaxserve.control import InstancePlan, StagePlan
 from jaxserve.control.costs import CostModel
+from jaxserve.control.regroup import split_plans
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import Clock
 from jaxserve.core.precision import assignment_id
@@ -23,6 +24,7 @@ from jaxserve.executor.kv_exchange import Side
 from jaxserve.executor.pools import Pools
 from jaxserve.executor.programs import InstanceSizes, Programs
 from jaxserve.kvcache import PagePool
+from jaxserve.models import representative
 from jaxserve.parallel.placement import Placement
 from jaxserve.planning.resolve import Resolved
 from jaxserve.sampling.device_sampler import DeviceSampler
@@ -103,6 +105,42 @@ class InstanceMaker:
             if is_layer(block.block)
         )
         return Side(tuple(programs), self.sizes(plan).segments)
+
+    def compile_moves(self, plan: InstancePlan, compiler: StartsCompiling) -> None:
+        """Tell `compiler` all programs by which an instance comes from others, and ends in favour of others.
+
+        These are a merge of equal instances and its reverse, with any number of them, and a copy of an instance of the
+        start on other devices.
+        """
+        smallest = self.resolved.config.tp
+        for degree in self.resolved.degrees:
+            members = degree // smallest
+            if members > 1 and plan.tp % members == 0 and plan.tp // members >= smallest:
+                self._compile_merge(plan, members, compiler)
+        for pools in dict.fromkeys(self.side(plan).programs):
+            pools.compile(self.side(plan).sizes, 1, compiler, copies=True)
+        for other in self.resolved.plan.instances:
+            if other.tp == plan.tp and not other.same_place(plan):
+                self._compile_blocks(plan, [other], compiler)
+
+    def _compile_merge(self, plan: InstancePlan, members: int, compiler: StartsCompiling) -> None:
+        whole = plan.with_kv_pages(plan.kv_pages // members * members)
+        parts = split_plans(whole, [str(index) for index in range(members)])
+        self.programs.exchange(list(map(self.side, parts)), self.side(plan)).compile(compiler)
+        self._compile_blocks(plan, parts, compiler)
+        for index, part in enumerate(parts):
+            self._compile_blocks(part, [plan, *parts[:index]], compiler)
+
+    def _compile_blocks(self, target: InstancePlan, copies: Sequence[InstancePlan], compiler: StartsCompiling) -> None:
+        """Tell `compiler` the programs by which an instance's blocks are made of those of others."""
+        builder = self.programs.builder
+        for index, stage in enumerate(target.stages):
+            placements = [self.placement(plan.stages[index]) for plan in copies]
+            kinds = {representative(builder.config, block.block): block for block in stage.blocks}
+            for block in kinds.values():
+                variants = self.resolved.variants if is_layer(block.block) else ()
+                for precision in dict.fromkeys((block.precision, *variants)):
+                    builder.compile_copies(compiler, block.block, precision, self.placement(stage), placements)
 
     def _pools(self, plan: InstancePlan) -> Pools:
         """Return new pools of an instance."""

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 
+from jaxserve.control.controller import home
 from jaxserve.control.diff import diff
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.policy import BoundedPolicy, Policy
@@ -50,7 +51,7 @@ class KVHeadroom:
 
     def _largest(self, policy: Policy, plan: InstancePlan) -> InstancePlan | None:
         if isinstance(policy, BoundedPolicy):
-            return policy.largest(self._start.instance(plan.name))
+            return policy.largest(home(plan, self._start, self._resources))
         smallest = self._resources.smallest(plan)
         return smallest.with_kv_pages(self._resources.kv_capacity(smallest))
 

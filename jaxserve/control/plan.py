@@ -5,7 +5,7 @@ stages. A stage has blocks, which run on its devices with tensor parallelism ove
 """
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -135,6 +135,11 @@ class Plan:
             known = ", ".join(self._by_name)
             raise PlanError(f"unknown instance {name!r}: the instances are {known}") from None
 
+    @property
+    def largest_tp(self) -> int:
+        """The largest degree of tensor parallelism of an instance."""
+        return max(instance.tp for instance in self.instances)
+
     def with_instance(self, instance: InstancePlan) -> "Plan":
         """Return the next version of the plan, in which `instance` replaces the instance of its name.
 
@@ -168,6 +173,11 @@ class PlanInForce:
         self._version = plan.version
         self._instances = {instance.name: instance for instance in plan.instances}
         self._plan = plan
+        self._followers: list[Callable[[], None]] = []
+
+    def follow(self, changed: Callable[[], None]) -> None:
+        """Have a function called after each change, by the thread that has made it. The function must be quick."""
+        self._followers.append(changed)
 
     @property
     def plan(self) -> Plan:
@@ -194,14 +204,22 @@ class PlanInForce:
             place = len(kept) if position is None else position
             self._instances = {instance.name: instance for instance in (*kept[:place], *after, *kept[place:])}
             self._version += 1
-            return self._version
+            version = self._version
+        self._tell()
+        return version
 
     def commit(self, instance: InstancePlan, transitions: int) -> int:
         """Put an instance's plan in force that differs by a number of transitions. Return the new version."""
         with self._lock:
             self._instances[instance.name] = instance
             self._version += transitions
-            return self._version
+            version = self._version
+        self._tell()
+        return version
+
+    def _tell(self) -> None:
+        for changed in self._followers:
+            changed()
 
 
 def block_chain(embed: str, layer_precisions: Sequence[str], head: str) -> tuple[BlockPlan, ...]:

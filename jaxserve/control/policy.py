@@ -94,6 +94,13 @@ class StructuralPolicy(Protocol[State]):
         """
         ...
 
+    def largest_tp(self, plan: Plan) -> int:
+        """Return the largest degree of tensor parallelism that the policy may give an instance, starting from `plan`.
+
+        The service accepts requests that an instance of this degree can hold.
+        """
+        ...
+
 
 @runtime_checkable
 class ForesightPolicy(Protocol):
@@ -167,6 +174,10 @@ class Chain:
                 return PlanProposal(proposal.plan, tuple(states), proposal.reason)
             reasons.append(proposal.reason)
         return PlanProposal(plan, tuple(states), "; ".join(filter(None, reasons)))
+
+    def largest_tp(self, plan: Plan) -> int:
+        structural = (policy for policy in self.policies if isinstance(policy, StructuralPolicy))
+        return max((policy.largest_tp(plan) for policy in structural), default=plan.largest_tp)
 
     def foresee(self, plan: InstancePlan) -> Sequence[InstancePlan]:
         foreseeing = (policy for policy in self.policies if isinstance(policy, ForesightPolicy))

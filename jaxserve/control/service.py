@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 from jaxserve.control.controller import Controller
@@ -18,7 +19,7 @@ from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import ConfigError, RequestError
-from jaxserve.telemetry import ControlState, Snapshot, combine
+from jaxserve.telemetry import ControlState, Snapshot, WaitingRoom, combine
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +38,23 @@ class ControlPlane:
         clock: Clock,
         *,
         snapshots: Callable[[], Mapping[str, Snapshot]],
+        waiting: Callable[[], WaitingRoom] = WaitingRoom,
+        longest: Callable[[str], int] = lambda name: 0,
         policy_names: Iterable[str],
         load_policy: Callable[..., Policy],
         started_with: str,
     ):
         """`snapshots()` returns the latest snapshot of each instance by its name.
 
+        `waiting()` returns the state of the requests that no instance can hold, and `longest` is as in `ServiceView`.
+
         `load_policy(name)` returns a policy of `policy_names`. It takes `settings`, and a plan as `target` for
         "manual". `started_with` is the name or the file of the controller's present policy. That policy can be set
         again by the same text, so that no request over HTTP makes the engine read or run a file.
         """
         self._controller, self._resources, self._ledgers, self._clock = controller, resources, ledgers, clock
-        self._snapshots = snapshots
-        self._max_pages = sum(resources.max_capacity(instance) - 1 for instance in controller.plan.instances)
+        self._snapshots, self._waiting, self._longest = snapshots, waiting, longest
+        self._max_pages = lru_cache(maxsize=8)(partial(_max_pages, resources))
         self._headroom = KVHeadroom(resources, controller.plan)
         self._built_in = tuple(policy_names)
         self._policy_names = tuple(dict.fromkeys((*self._built_in, started_with)))
@@ -72,9 +77,14 @@ class ControlPlane:
 
     def _new_ticker(self) -> "_Ticker":
         def tick() -> None:
-            self._controller.tick(self._clock.now(), self._snapshots())
+            self._controller.tick(self._clock.now(), self._snapshots(), self._waiting(), self._longest)
 
         return _Ticker(tick, self._controller.interval, self._clock)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that decides."""
+        return self._controller.policy
 
     # -- what operators see
 
@@ -109,7 +119,7 @@ class ControlPlane:
             "kv_pages": {
                 "used": snapshot.kv_pages_used,
                 "total": pages,
-                "most": self._max_pages,
+                "most": self._max_pages(tuple(instance.with_kv_pages(1) for instance in plan.instances)),
             },
             "snapshot": _plain(snapshot),
             **_objectives(controller.policy),
@@ -230,6 +240,11 @@ class _Ticker(threading.Thread):
             except Exception:
                 log.exception("the control plane failed; the plan in force stays")
             self._began = None
+
+
+def _max_pages(resources: Resources, instances: Sequence[InstancePlan]) -> int:
+    """Return the KV pages that instances have at most, without their null pages."""
+    return sum(resources.max_capacity(instance) - 1 for instance in instances)
 
 
 def _objectives(policy: Policy) -> dict[str, float | None]:

@@ -224,10 +224,6 @@ class EngineCore:
                 self._hold(state, now)
         self._take_snapshot(now)
 
-    def close(self) -> None:
-        """Let the snapshot show the totals of an instance that has ended."""
-        self._take_snapshot(self.snapshot.time)
-
     def take_outgrown(self) -> list[RequestState]:
         """Take out and return the requests that need more tokens than this instance holds, without their KV.
 

@@ -8,7 +8,7 @@ from jaxserve.core.errors import EngineFailed
 from jaxserve.core.request import Request
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState
-from jaxserve.telemetry import Snapshot, combine
+from jaxserve.telemetry import Snapshot, WaitingRoom, combine
 
 # Seconds after which an instance that does not come to the end of its step counts as stuck.
 STALL_SECONDS = 120.0
@@ -47,6 +47,10 @@ class InstanceSet(Protocol):
 
         They have given up their pages, and are computed again. A sequence that no plan can hold ends by its length.
         """
+        ...
+
+    def waiting_room(self) -> WaitingRoom:
+        """Return the state of the requests that no instance can hold now."""
         ...
 
     def reroute(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
-from jaxserve.compilation.programs import Compiler, abstract
+from jaxserve.compilation.programs import StartsCompiling, abstract
 from jaxserve.core.aligned_arrays import aligned
 from jaxserve.core.config import ModelConfig
 from jaxserve.executor.held_variants import HeldVariants
@@ -156,17 +156,20 @@ class BlockStore:
         return reference
 
     def compile_copies(
-        self, compiler: Compiler, loaded: Reference, block: str, target: Placement, copies: Sequence[Placement]
+        self,
+        compiler: StartsCompiling,
+        shapes: Reference,
+        block: str,
+        precision: str,
+        target: Placement,
+        copies: Sequence[Placement],
     ) -> None:
         """Start to compile what `acquire` runs for a target placement if a block is on devices only as `copies`.
 
-        `loaded` refers to the block in the same precision on any devices. It may have been released.
+        `shapes` has the shapes of the block's parameters. Variants that are used in place are cut in the host's memory.
         """
-        self._copier.compile(compiler, *self._copied(loaded, block, target), target, copies)
-
-    def copies_are_warm(self, loaded: Reference, block: str, target: Placement, copies: Sequence[Placement]) -> bool:
-        """Return whether all is compiled that `compile_copies` compiles with these arguments."""
-        return self._copier.is_warm(*self._copied(loaded, block, target), target, copies)
+        if not self._in_place(block, precision):
+            self._copier.compile(compiler, *self._copied(shapes, block, target), target, copies)
 
     @property
     def held_bytes(self) -> int:
@@ -247,8 +250,6 @@ class BlockStore:
         self, loaded: Reference, block: str, target: Placement
     ) -> tuple[Sequence[jax.ShapeDtypeStruct], Sequence[NamedSharding]]:
         """Return the abstract arrays of a block that are copied to a target placement, and their shardings there."""
-        if loaded.in_place:
-            return (), ()
         axes = abstract_block(self._model, block)[1]
         shardings = {name: target.sharding(axes[name].axes) for name in loaded.parameters}
         if block == "head" and self._model.tie_embeddings:

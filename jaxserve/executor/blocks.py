@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxserve.checkpoint.layout import Layout
-from jaxserve.compilation.programs import Program, abstract
+from jaxserve.compilation.programs import Program, StartsCompiling, abstract
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.step_shapes import StepShape
 from jaxserve.executor.batch import attention_meta, unpack
@@ -142,6 +142,18 @@ class BlockBuilder:
             for leaf in jax.tree.leaves(parameters[name])
         )
         return BlockSignature(self._executable(block, parameters, placement, precision), leaves)
+
+    def compile_copies(
+        self,
+        compiler: StartsCompiling,
+        block: str,
+        precision: str,
+        target: Placement,
+        copies: Sequence[Placement],
+    ) -> None:
+        """Start to compile what `load` runs for a target placement if the block is on devices only as `copies`."""
+        shapes = Reference(self._abstract_parameters(block, precision))
+        self._store.compile_copies(compiler, shapes, block, precision, target, copies)
 
     def _abstract_parameters(self, block: str, precision: str) -> AbstractParameters:
         for known in (block, representative(self.config, block)):

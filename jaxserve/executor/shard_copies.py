@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 
-from jaxserve.compilation.programs import Compiler, Program
+from jaxserve.compilation.programs import Program, StartsCompiling
 from jaxserve.control.shards import ShardSource, shard_sources
 from jaxserve.executor.host_memory import HostLeaf, PinnedShards, host_parts, is_pinned
 from jaxserve.executor.traffic import Traffic
@@ -160,14 +160,10 @@ class ShardCopier:
                 elif sources[0].is_local and sources[0].is_whole:
                     yield self._duplicate, _key(pieces[0]), tuple(pieces[0])
 
-    def compile(self, compiler: Compiler, *arguments: Any) -> None:
+    def compile(self, compiler: StartsCompiling, *arguments: Any) -> None:
         """Start to compile what `copy` runs; the arguments are those of `calls`."""
         for program, key, abstract in self.calls(*arguments):
             compiler.compile(program, key, *abstract)
-
-    def is_warm(self, *arguments: Any) -> bool:
-        """Return whether all that `copy` runs is compiled; the arguments are those of `calls`."""
-        return all(key in program.executables for program, key, _ in self.calls(*arguments))
 
     def _groups(self, shardings: Sequence[NamedSharding]) -> list[_Group]:
         axes = [split_axis(sharding) for sharding in shardings]

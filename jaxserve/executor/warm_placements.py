@@ -46,6 +46,8 @@ class WarmUp:
     variants: Sequence[str] = ()  # precisions that any layer may change to
     fused: bool = False  # whether steps that only decode are fused before an instance serves
     foreseen: Callable[[InstancePlan], Sequence[InstancePlan]] = lambda plan: ()  # plans whose steps are fused as well
+    # Tells a compiler the programs by which an instance comes from others, and ends in favour of others.
+    moves: Callable[[InstancePlan, StartsCompiling], None] = lambda plan, compiler: None
 
 
 class WarmPlacements:
@@ -63,13 +65,14 @@ class WarmPlacements:
         self._programs, self._saved, self._counter, self._devices, self._to = programs, saved, counter, devices, to
         self._waiting: deque[InstancePlan] = deque()
         self._known: set[Hashable] = set()  # what was found warm: programs are not forgotten
+        self._asked: set[Hashable] = set()  # what was asked for and was not warm
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def is_warm(self, plan: InstancePlan) -> bool:
         """Return whether an instance of this plan would compile and load nothing."""
-        identity = tuple((stage.blocks, stage.devices) for stage in plan.stages)
+        identity = _identity(plan)
         if identity in self._known:
             return True
         try:
@@ -79,9 +82,21 @@ class WarmPlacements:
         self._known.add(identity)
         return True
 
+    def is_or_becomes_warm(self, plan: InstancePlan) -> bool:
+        """Return `is_warm`, and begin to warm the placement in the background if it is not."""
+        if self.is_warm(plan):
+            return True
+        identity = _identity(plan)
+        if identity not in self._asked:
+            self._asked.add(identity)
+            self.warm_in_background([plan])
+        return False
+
     def warm_in_background(self, plans: Iterable[InstancePlan]) -> None:
         """Compile for these plans, one after another, in a thread of low priority."""
+        plans = list(plans)
         with self._changed:
+            self._asked.update(map(_identity, plans))
             self._waiting.extend(plans)
             if self._thread is None and self._waiting:
                 self._thread = threading.Thread(target=self._run, name="jaxserve-warm", daemon=True)
@@ -149,6 +164,7 @@ class WarmPlacements:
         steps = StepCompiler(compiler, self._programs, sizes)
         stages = self._stages(plan)
         steps.compile(stages)
+        self._to.moves(plan, compiler)
         for stage, planned in zip(stages, plan.stages, strict=True):
             for layer in self._variants(stage, planned):
                 steps.compile_layer(stage.placement, layer)
@@ -188,6 +204,11 @@ class WarmPlacements:
 
     def _placement(self, stage: StagePlan) -> Placement:
         return Placement(tuple(self._devices[index] for index in stage.devices))
+
+
+def _identity(plan: InstancePlan) -> Hashable:
+    """Return what the programs of an instance follow from."""
+    return tuple((stage.blocks, stage.devices) for stage in plan.stages)
 
 
 class _MissingError(Exception):

@@ -46,6 +46,9 @@ class ManualPolicy:
             return PlanProposal(plan, None)
         return PlanProposal(self.target, None, OPERATOR)
 
+    def largest_tp(self, plan: Plan) -> int:
+        return plan.largest_tp if self.target is None else self.target.largest_tp
+
     def _target(self, plan: InstancePlan) -> InstancePlan | None:
         """Return the wanted plan of an instance; None without one, or while the set of instances is another one."""
         if self.target is None:
@@ -78,6 +81,9 @@ class StaticPolicy:
         if has_same_instances(plan, state):
             return PlanProposal(plan, state)
         return PlanProposal(state, state, "back to the instances at the start")
+
+    def largest_tp(self, plan: Plan) -> int:
+        return plan.largest_tp
 
     def largest(self, plan: InstancePlan) -> InstancePlan | None:
         return plan

@@ -80,6 +80,11 @@ class TransformPolicy:
             return changes[0]
         return PlanProposal(plan, state, "; ".join(proposal.reason for proposal in proposals if proposal.reason))
 
+    def largest_tp(self, plan: Plan) -> int:
+        devices = sum(len(instance.devices) for instance in plan.instances)
+        possible = (limits.tp for limits in self._resources.degrees if limits.tp <= devices)
+        return max((*possible, plan.largest_tp))
+
     def _remember(self, view: ServiceView, plan: Plan, state: TransformState) -> TransformState:
         """Return the state with the times at which merged instances were last needed for a long request."""
         smallest = min(instance.tp for instance in state.start.instances)
