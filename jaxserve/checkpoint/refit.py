@@ -98,7 +98,7 @@ def _fit_inputs(name: str, leaf: QArray, config: ModelConfig, padded: ModelConfi
     moved = not np.array_equal(sources, np.arange(leaf.size))
     if not moved and group == leaf.group:
         return leaf
-    # Of a group, the first input that was not added says which scale it has.
+    # An input that was not added says which scale its group has.
     grouped = sources.reshape(-1, group)
     some = grouped.max(axis=-1)
     of_groups = np.where(some < 0, 0, some // leaf.group)
