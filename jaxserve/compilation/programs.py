@@ -51,7 +51,7 @@ class Program:
 
 
 class StartsCompiling(Protocol):
-    """What is told all programs of an instance, one after another: a `Compiler`, or who asks whether they are there."""
+    """What is told all programs of an instance, one after another: a `Compiler`, or a check that they are there."""
 
     def compile(self, program: Program, key: Hashable, *arguments: Any, static: tuple = ()) -> Any:
         """Take note of a program for these arguments under a key, and return the abstract results."""
@@ -104,7 +104,7 @@ class Compiler:
             if not task.future.result():  # an executable that could not be loaded
                 self._compile(task.program, task.key, task.arguments, task.static)
             self._progress(self._activity, index, len(self._tasks))
-            if index % TRIM_EVERY == 0:
+            if self._activity == COMPILING and index % TRIM_EVERY == 0:
                 trim_heap()
         self._tasks.clear()
         self._named.clear()
