@@ -198,6 +198,9 @@ class MergeAt:
         wanted = WITH_MERGED if view.time >= self.time and len(plan.instances) == 4 else plan
         return PlanProposal(wanted, None, "it is time")
 
+    def largest_tp(self, plan: Plan) -> int:
+        return 2
+
 
 def test_new_instances_are_controlled_from_their_first_state() -> None:
     service = Service(chain(Counting(), MergeAt(0.55)))
