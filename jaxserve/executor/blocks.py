@@ -19,6 +19,7 @@ from jaxserve.checkpoint.layout import Layout
 from jaxserve.compilation.programs import Program, StartsCompiling, abstract
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.step_shapes import StepShape
+from jaxserve.executor.apart import ApartPlacement, Layer, on_members
 from jaxserve.executor.batch import attention_meta, unpack
 from jaxserve.executor.block_store import BlockStore, Reference
 from jaxserve.executor.host_memory import Parameter
@@ -118,6 +119,19 @@ class BlockBuilder:
         reference = self._store.acquire(block, precision, placement, between=between, copied=copied)
         return self.build(block, precision, placement, reference)
 
+    def apart(self, members: Sequence[LoadedBlock], place: ApartPlacement) -> LoadedBlock:
+        """Return a decoder layer that each member of a merged instance runs for its own rows, on what it has.
+
+        The layer shares the members' parameters, which must not be freed before it.
+        """
+        first = members[0]
+        _, variables = abstract_block(self.config, first.block, first.precision)
+        parameters = first.reference.parameters
+        axes = [variable.axes for name, variable in variables.items() for _ in jax.tree.leaves(parameters[name])]
+        leaves = tuple(map(place.join, zip(*(member.leaves for member in members), strict=True), axes))
+        executable = self._executable(first.block, parameters, place, first.precision)
+        return LoadedBlock(first.block, executable, leaves, place.placement, first.precision, Reference(parameters))
+
     def build(self, block: str, precision: str, placement: Placement, reference: Reference) -> LoadedBlock:
         """Return a block that runs on parameters of its devices. In a quantised precision some are QArrays.
 
@@ -169,7 +183,11 @@ class BlockBuilder:
         }
 
     def _executable(
-        self, block: str, tensors: Mapping[str, Parameter] | AbstractParameters, placement: Placement, precision: str
+        self,
+        block: str,
+        tensors: Mapping[str, Parameter] | AbstractParameters,
+        placement: Placement | ApartPlacement,
+        precision: str,
     ) -> Program:
         kind, _, index = block.partition(".")
         window = self.config.window(int(index)) if index else None
@@ -180,12 +198,16 @@ class BlockBuilder:
         kind_of_block = (representative(self.config, block), precision, window)
         signature = (*kind_of_block, placement, structure, shapes)
         if signature not in self._executables:  # graph definitions are not part of it: they take long to compare
-            module = self._shard(block, tensors, placement, precision)
-            function = {
-                "embed": self._embed,
-                "layers": partial(self._layer, window=window),
-                "head": self._head,
-            }[kind](module, placement)
+            if isinstance(placement, ApartPlacement):
+                module = self._shard(block, tensors, placement.member(0), precision)
+                function = on_members(self._layer_function(module, placement.degree, window), placement, module.specs)
+            else:
+                module = self._shard(block, tensors, placement, precision)
+                function = {
+                    "embed": self._embed,
+                    "layers": partial(self._layer, window=window),
+                    "head": self._head,
+                }[kind](module, placement)
             self._executables.setdefault(signature, Program(repr(kind_of_block), function))
         return self._executables[signature]
 
@@ -210,10 +232,18 @@ class BlockBuilder:
 
     def _layer(self, module: ModuleShard, placement: Placement, window: int | None) -> Callable:
         """Return (x [T, E], cos, sin [T, D/2], slots i32[T], meta, pool, leaves) -> (x, pool). The pool is donated."""
+        heads = spec(POOL_AXES)
+        layer = self._layer_function(module, len(placement.devices), window)
+        layer = _on_each_device(layer, placement, (*[REPLICATED] * 5, heads, *module.specs), (REPLICATED, heads))
+        shardings = (placement.sharding(), placement.sharding(POOL_AXES))
+        return jax.jit(layer, donate_argnums=5, out_shardings=shardings)
+
+    def _layer_function(self, module: ModuleShard, degree: int, window: int | None) -> Layer:
+        """Return what each of `degree` devices computes of a layer."""
         attention = partial(
             write_and_attend, scale=self.config.head_dim**-0.5, window=window, backend=self.config.kernel_backend
         )
-        all_reduce = partial(jax.lax.psum, axis_name=TP) if len(placement.devices) > 1 else None
+        all_reduce = partial(jax.lax.psum, axis_name=TP) if degree > 1 else None
 
         def layer(
             x: Array, cos: Array, sin: Array, slots: Array, meta: AttentionMeta, pool: Pool, *leaves: Array
@@ -226,10 +256,7 @@ class BlockBuilder:
             x = module.merge(leaves)(x, cos, sin, attend, all_reduce)
             return x, pool
 
-        heads = spec(POOL_AXES)
-        layer = _on_each_device(layer, placement, (*[REPLICATED] * 5, heads, *module.specs), (REPLICATED, heads))
-        shardings = (placement.sharding(), placement.sharding(POOL_AXES))
-        return jax.jit(layer, donate_argnums=5, out_shardings=shardings)
+        return layer
 
     def _head(self, module: ModuleShard, placement: Placement) -> Callable:
         """Return (x [T, E], rows i32[R], leaves) -> (normalised hidden [R, E], logits f32[R, V]). Row T is zeros."""
