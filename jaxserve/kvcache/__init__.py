@@ -1,5 +1,6 @@
 """Host bookkeeping of the paged KV cache: pages with reference counts, prefix cache, page tables. Imports no JAX."""
 
+from jaxserve.kvcache.divided import DividedPool
 from jaxserve.kvcache.hashes import chain_hash, page_hashes
 from jaxserve.kvcache.pages import NULL_PAGE, PagePool, PagesInUse
 from jaxserve.kvcache.sides import PageMove, Round, moves_to_sides
@@ -7,6 +8,7 @@ from jaxserve.kvcache.table import PageTable
 
 __all__ = [
     "NULL_PAGE",
+    "DividedPool",
     "PageMove",
     "PagePool",
     "PageTable",

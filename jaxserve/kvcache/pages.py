@@ -59,8 +59,19 @@ class PagePool:
         """Return how many sequences hold the page."""
         return self._references[page] if page < self._fresh else 0
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` pages, at most `available`, with one reference each."""
+    def available_beside(self, pages: Sequence[int]) -> int:
+        """Return the number of pages that `allocate` can hand out to a sequence that holds `pages`."""
+        return self.available
+
+    def may_take_from(self, pages: Sequence[int], other: Sequence[int]) -> bool:
+        """Return whether a sequence that holds `pages` can get those that another one gives back."""
+        return True
+
+    def allocate(self, count: int, beside: Sequence[int] = ()) -> list[int]:
+        """Take `count` pages, with one reference each, for a sequence that holds the pages `beside`.
+
+        At most `available_beside` are there.
+        """
         assert count <= self.available, (count, self.available)
         pages = []
         for _ in range(count):

@@ -13,7 +13,7 @@ from operator import attrgetter, itemgetter
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.request import Sequence, SequenceStatus
 from jaxserve.core.work import Chunk, Work
-from jaxserve.kvcache import PagePool, PageTable, page_hashes
+from jaxserve.kvcache import DividedPool, PagePool, PageTable, page_hashes
 from jaxserve.scheduler.routing import tokens_needed
 from jaxserve.scheduler.waiting import WaitingQueue
 
@@ -68,7 +68,7 @@ class Scheduler:
         any waiting sequence then waits for pages, which become free only when a running sequence ends.
         """
         first = self._waiting.first
-        if not self.running or (first is not None and first.num_inflight):
+        if not self.running or (first is not None and first.num_inflight) or isinstance(self.pages, DividedPool):
             return 0
         limit = self.pages.available // len(self.running) * self.limits.page_size  # tokens per sequence
         for sequence in self.running:
@@ -276,8 +276,9 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, tokens: int, now: float) -> bool:
         """Give a sequence pages for `tokens` tokens. Return False if it had to be preempted itself."""
         missing = self._missing_pages(sequence, tokens)
-        while missing > self.pages.available:
-            victim = self.running[-1]
+        pages = self.pages
+        while missing > pages.available_beside(sequence.pages):
+            victim = next(v for v in reversed(self.running) if pages.may_take_from(sequence.pages, v.pages))
             self._preempt(victim, now)
             if victim is sequence:
                 return False
@@ -289,7 +290,7 @@ class Scheduler:
 
     def _add_pages(self, sequence: Sequence, count: int) -> None:
         if count > 0:
-            new = self.pages.allocate(count)
+            new = self.pages.allocate(count, sequence.pages)
             self.table.append(sequence.slot, len(sequence.pages), new)
             sequence.pages += new
 
@@ -332,10 +333,10 @@ class Scheduler:
         held = len(sequence.pages) + len(shared)
         missing = ceil_div(len(sequence.tokens), size) - held
         headroom = len(self.running)  # every running sequence may need a page soon
-        if missing + headroom > self.pages.available:
+        if missing + headroom > self.pages.available_beside(sequence.pages or shared):
             self.pages.release(shared)
             return False
-        sequence.pages += shared + self.pages.allocate(max(missing, 0))
+        sequence.pages += shared + self.pages.allocate(max(missing, 0), sequence.pages or shared)
         sequence.num_computed = held * size
         sequence.num_registered = held
         if sequence.starts == 0:

@@ -131,7 +131,7 @@ def a_page_is_not_given_back(steps: StepLoop, patch: pytest.MonkeyPatch) -> None
 def a_page_is_given_out_that_stays_free(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
     pages, allocate = steps.core.scheduler.pages, steps.core.scheduler.pages.allocate
 
-    def allocated(count: int) -> list[int]:
+    def allocated(count: int, *beside: object) -> list[int]:
         given = allocate(count)
         free_pages(pages).extend(given[:1])
         return given

@@ -40,7 +40,7 @@ class CheckedScheduler:
         self.written: dict[int, list[int]] = {}  # page -> tokens in it, since it was allocated
         allocate = self.pages.allocate
 
-        def allocate_and_note(count: int) -> list[int]:
+        def allocate_and_note(count: int, *beside: object) -> list[int]:
             pages = allocate(count)
             self.written.update({page: [] for page in pages})
             return pages
