@@ -13,7 +13,7 @@ n p + n - 1 are a group, which takes memory on all devices if any member uses pa
 a segment begins at n times the page at which the members' segments begin.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve.compilation.programs import Program, StartsCompiling
 from jaxserve.core.kv_layout import MAX_MOVED_PAGES
 from jaxserve.core.step_shapes import smallest_holding
+from jaxserve.executor.apart import ApartPlacement
 from jaxserve.executor.pools import PoolPrograms, Pools, pages_of
 from jaxserve.kernels import Pool
 from jaxserve.parallel.placement import POOL_AXES, TP, Placement, assembled, on_device, spec
@@ -35,7 +36,7 @@ from jaxserve.parallel.placement import POOL_AXES, TP, Placement, assembled, on_
 # Groups that one call exchanges. It needs temporary memory for twice as many pages of a member, as a move does for one.
 EXCHANGES = (16, MAX_MOVED_PAGES // 2)
 
-Held = list[list[Array | list[Array]]]  # by layer and segment: the merged array, or the members' arrays
+Held = Mapping[int, list[Array | list[Array]]]  # by layer and segment: the merged array, or the members' arrays
 
 
 class Kind(Enum):
@@ -87,17 +88,17 @@ class KVExchange:
         `pages` are the pages of which any member has contents to keep; page 0 is none of them.
         """
         segments = self._check([pages_of(own[0]) for own in pools])
-        held: Held = [
-            [[own[layer][index] for own in pools] for index in range(len(segments))]
+        held: Held = {
+            layer: [[own[layer][index] for own in pools] for index in range(len(segments))]
             for layer in range(len(self._merged.placements))
-        ]
+        }
         with ExitStack() as undo:
             undo.callback(_give_to_members, pools, held)
             for layer, index, first, rest in self._batches(segments, pages):
                 self._run(undo, held, layer, index, Kind.JOIN, first)
                 for groups in rest:
                     self._run(undo, held, layer, index, Kind.EXCHANGE, groups)
-            merged = self._pools(self._merged, [tuple(own) for own in held])
+            merged = self._pools(self._merged, [tuple(own) for own in held.values()])
             undo.pop_all()
         for own in pools:
             own.give_up()
@@ -110,7 +111,7 @@ class KVExchange:
         """
         count = len(self._members)
         segments = self._check([tuple(size // count for size in pages_of(pools[0]))])
-        held: Held = [list(pool) for pool in pools[:]]
+        held: Held = dict(enumerate(map(list, pools[:])))
         with ExitStack() as undo:
             undo.callback(_give_to_merged, pools, held)
             for layer, index, first, rest in self._batches(segments, pages):
@@ -118,12 +119,47 @@ class KVExchange:
                     self._run(undo, held, layer, index, Kind.EXCHANGE, groups)
                 self._run(undo, held, layer, index, Kind.PART, first)
             members = [
-                self._pools(member, [tuple(segment[number] for segment in own) for own in held])
+                self._pools(member, [tuple(segment[number] for segment in own) for own in held.values()])
                 for number, member in enumerate(self._members)
             ]
             undo.pop_all()
         pools.give_up()
         return members
+
+    def join(self, pools: Pools, layer: int, pages: Sequence[int]) -> None:
+        """Let a layer that the members of a merged instance run apart have the merged instance's pool, in place.
+
+        `pages` are as in `merge`.
+        """
+        place, placements = self._apart(layer), [member.placements[layer] for member in self._members]
+        parts = place.part_pool(pools[layer], [placement.sharding(POOL_AXES) for placement in placements])
+        held: Held = {layer: [list(arrays) for arrays in zip(*parts, strict=True)]}
+        with ExitStack() as undo:
+            undo.callback(lambda: pools.__setitem__(layer, place.join_pools(list(zip(*held[layer], strict=True)))))
+            for _, index, first, rest in self._batches(pages_of(parts[0]), pages, [layer]):
+                self._run(undo, held, layer, index, Kind.JOIN, first)
+                for groups in rest:
+                    self._run(undo, held, layer, index, Kind.EXCHANGE, groups)
+            pools[layer] = tuple(held[layer])
+            undo.pop_all()
+
+    def part(self, pools: Pools, layer: int, pages: Sequence[int]) -> None:
+        """Let the members of a merged instance run a layer apart, each with its pages: the reverse of `join`."""
+        count = len(self._members)
+        held: Held = {layer: list(pools[layer])}
+        with ExitStack() as undo:
+            undo.callback(lambda: pools.__setitem__(layer, tuple(held[layer])))
+            for _, index, first, rest in self._batches(
+                [size // count for size in pages_of(pools[layer])], pages, [layer]
+            ):
+                for groups in rest:
+                    self._run(undo, held, layer, index, Kind.EXCHANGE, groups)
+                self._run(undo, held, layer, index, Kind.PART, first)
+            pools[layer] = self._apart(layer).join_pools(list(zip(*held[layer], strict=True)))
+            undo.pop_all()
+
+    def _apart(self, layer: int) -> ApartPlacement:
+        return ApartPlacement(self._merged.placements[layer], len(self._members))
 
     def compile(self, compiler: StartsCompiling) -> None:
         """Start to compile all programs of exchanges, for all segments that both sides may have."""
@@ -151,16 +187,17 @@ class KVExchange:
         return present
 
     def _batches(
-        self, segments: Sequence[int], pages: Sequence[int]
+        self, segments: Sequence[int], pages: Sequence[int], layers: Iterable[int] | None = None
     ) -> Iterator[tuple[int, int, list[int], list[list[int]]]]:
         """Return for each layer and segment the groups of the first call and of the others, by their own numbers."""
+        layers = range(len(self._merged.placements)) if layers is None else layers
         ends = list(accumulate(segments))
         own = [
             sorted(page - end + size for page in set(pages) if end - size <= page < end)
             for end, size in zip(ends, segments, strict=True)
         ]
         small, large = EXCHANGES
-        for layer in range(len(self._merged.placements)):
+        for layer in layers:
             for index, groups in enumerate(own):
                 rest = [groups[start : start + large] for start in range(small, len(groups), large)]
                 yield layer, index, groups[:small], rest
@@ -220,13 +257,13 @@ class KVExchange:
 
 
 def _give_to_members(pools: Sequence[Pools], held: Held) -> None:
-    for layer, segments in enumerate(held):
+    for layer, segments in held.items():
         for number, own in enumerate(pools):
             own[layer] = tuple(segment[number] for segment in segments)
 
 
 def _give_to_merged(pools: Pools, held: Held) -> None:
-    for layer, segments in enumerate(held):
+    for layer, segments in held.items():
         pools[layer] = tuple(segments)
 
 

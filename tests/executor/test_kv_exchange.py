@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from jaxserve.compilation.cache import CompileCounter
 from jaxserve.compilation.programs import Compiler
+from jaxserve.executor.apart import ApartPlacement
 from jaxserve.executor.kv_exchange import EXCHANGES, KVExchange, Side
 from jaxserve.executor.page_copies import copy_pages
 from jaxserve.executor.pools import MOVES, PoolPrograms, Pools
@@ -126,6 +127,44 @@ def test_merged_pool_has_every_page_and_the_split_gives_it_back(members, dtype) 
     assert len(merged) == 0
     for own in parts:
         own.close()
+
+
+@pytest.mark.parametrize("members", MEMBERS.values(), ids=MEMBERS)
+def test_layers_of_a_merged_instance_are_joined_and_parted_one_by_one(members) -> None:
+    setup = Setup(members)
+    setup.fill([range(1, 90)] * setup.count)
+    place = ApartPlacement(setup.merged.placements[0], setup.count)
+    at = buffers(*setup.pools)
+    apart = [place.join_pools([own[layer] for own in setup.pools]) for layer in range(LAYERS)]
+    pools = Pools(setup.merged.programs, setup.merged.sizes, apart)
+    for layer in range(LAYERS):
+        setup.exchange.join(pools, layer, setup.groups)
+    setup.check_merged(pools)
+    assert buffers(pools) == at, "in place"
+    for layer in reversed(range(LAYERS)):
+        setup.exchange.part(pools, layer, setup.groups)
+    shardings = [side.placements[0].sharding(POOL_AXES) for side in setup.sides]
+    parts = zip(*(place.part_pool(pool, shardings) for pool in pools[:]), strict=True)
+    setup.check_members([Pools(side.programs, side.sizes, own) for side, own in zip(setup.sides, parts, strict=True)])
+    assert buffers(pools) == at
+
+
+def test_error_while_a_layer_is_joined_or_parted_is_undone(monkeypatch) -> None:
+    setup = Setup(MEMBERS["2x1"])
+    setup.fill([PAGES, PAGES])
+    place = ApartPlacement(setup.merged.placements[0], 2)
+    apart = [place.join_pools([own[layer] for own in setup.pools]) for layer in range(LAYERS)]
+    pools, faults = Pools(setup.merged.programs, setup.merged.sizes, apart), Faults(monkeypatch, setup.exchange)
+    for call in (1, 2, 3):
+        with faults.at(call):
+            setup.exchange.join(pools, 0, PAGES)
+    setup.exchange.join(pools, 0, PAGES)
+    for call in (1, 2, 3):
+        with faults.at(call):
+            setup.exchange.part(pools, 0, PAGES)
+    for layer in range(1, LAYERS):
+        setup.exchange.join(pools, layer, PAGES)
+    setup.check_merged(pools)
 
 
 def test_any_pages_in_any_segments_are_exchanged_and_no_others(segmented) -> None:
