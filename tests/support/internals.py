@@ -253,6 +253,14 @@ def wrap_exchange_calls(patch: pytest.MonkeyPatch, exchange: Any, wrap: Callable
     patch.setattr(exchange, "_call", wrap(exchange._call))
 
 
+# -- instances that come and go
+
+
+def regrouping_of(built: Any) -> Any:
+    """Return the procedure by which an engine with a control plane regroups its instances."""
+    return built.control._controller._regrouper._regrouping
+
+
 # -- telemetry
 
 
