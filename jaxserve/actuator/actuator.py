@@ -140,33 +140,34 @@ class PlanActuator:
     def _wait(self, wait: BetweenSteps | StepsEnded) -> Future[None] | None:
         match wait:
             case BetweenSteps():
-                return self._between_steps(wait.function)
+                return between_steps(self._steps, wait.function, self._thread)
             case StepsEnded():
                 return self._thread.result(wait.fence)
 
-    def _between_steps(self, function: Callable[[], None]) -> Future[None]:
-        """Have the instance call a function between two steps. Return a fence, or raise what the function raised."""
-        done: Future[Future[None]] = Future()
 
-        def run() -> None:
-            if not done.set_running_or_notify_cancel():
-                return
-            try:
-                function()
-            except Exception as error:
-                done.set_exception(error)
-                return
-            fence: Future[None] = Future()
-            self._steps.after_dispatched(lambda: fence.set_result(None))
-            done.set_result(fence)
+def between_steps(steps: StepLoop, function: Callable[[], None], thread: ProcedureThread) -> Future[None]:
+    """Have an instance call a function between two steps. Return a fence, or raise what the function raised."""
+    done: Future[Future[None]] = Future()
 
-        self._steps.call(run)
+    def run() -> None:
+        if not done.set_running_or_notify_cancel():
+            return
         try:
-            return self._thread.result(done)
-        except Cancelled:
-            if done.cancel():
-                raise
-            return done.result()  # the function runs already
+            function()
+        except Exception as error:
+            done.set_exception(error)
+            return
+        fence: Future[None] = Future()
+        steps.after_dispatched(lambda: fence.set_result(None))
+        done.set_result(fence)
+
+    steps.call(run)
+    try:
+        return thread.result(done)
+    except Cancelled:
+        if done.cancel():
+            raise
+        return done.result()  # the function runs already
 
 
 def report_to(

@@ -3,9 +3,11 @@
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import cast
 
 from jaxserve.actuator.actuator import PlanActuator
+from jaxserve.actuator.apart import ApartInstance
 from jaxserve.actuator.maker import InstanceMaker, Parts
 from jaxserve.actuator.throttle import Throttle
 from jaxserve.control.plan import InstancePlan
@@ -17,8 +19,17 @@ from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.kv_exchange import Side
 from jaxserve.executor.page_copies import copy_pages
-from jaxserve.kvcache import PagePool
+from jaxserve.kvcache import DividedPool, PagePool
 from jaxserve.telemetry import Snapshot, WaitingRoom
+
+
+@dataclass
+class LayersToChange:
+    """Blocks of layers: one for all devices together, or one for each member."""
+
+    joint: bool
+    blocks: dict[str, list[LoadedBlock]]
+
 
 NewActuator = Callable[[str, StepLoop], PlanActuator]
 
@@ -45,6 +56,7 @@ class DeviceHost:
         self.actuators = {name: new_actuator(name, steps) for name, steps in instances.items()}
         self._gone: list[str] = []  # names of instances that have ended and are not released
         self._ended: dict[StepLoop, PlanActuator] = {}  # these instances with their actuators
+        self._apart: dict[StepLoop, ApartInstance] = {}  # instances with layers that their members run apart
         self._front: InstanceSet | None = None
 
     def _are_busy(self) -> bool:
@@ -152,6 +164,64 @@ class DeviceHost:
         load = self._maker.programs.builder.load
         for executor, block in zip(old, before, strict=True):
             executor.replace([load(block.block, block.precision, block.placement)])
+
+    # -- merge and split layer by layer (`control.gradual.GradualHost`)
+
+    def begin_apart(
+        self,
+        members: Sequence[StepLoop],
+        plan: InstancePlan,
+        plans: Sequence[InstancePlan],
+        pages: PagePool,
+        undo: ExitStack,
+    ) -> StepLoop:
+        apart = ApartInstance(self._maker, plan, plans)
+        steps = self._maker.make(plan, apart.begin(list(map(_executor, members)), undo), pages)
+        apart.executor = _executor(steps)
+        self._apart[steps] = apart
+        return steps
+
+    def know_members(self, instance: StepLoop, plan: InstancePlan, plans: Sequence[InstancePlan]) -> None:
+        self._apart[instance] = apart = ApartInstance(self._maker, plan, plans)
+        apart.executor = _executor(instance)
+
+    def load_layers(self, instance: StepLoop, layers: Sequence[str], *, joint: bool) -> Waits[LayersToChange]:
+        yield from ()
+        apart, made = self._apart[instance], LayersToChange(joint, {})
+        self._throttle.worked()
+        try:
+            for layer in layers:
+                made.blocks[layer] = [apart.load_joint(layer)] if joint else apart.load_apart(layer)
+                self._throttle.worked()
+        except BaseException:
+            self.free_layers(made)
+            raise
+        return made
+
+    def change_layers(self, instance: StepLoop, loaded: LayersToChange) -> LayersToChange:
+        apart, pages = self._apart[instance], cast(DividedPool, instance.core.scheduler.pages)
+        replaced = LayersToChange(not loaded.joint, {})
+        with ExitStack() as undo:
+            for layer, blocks in loaded.blocks.items():
+                if loaded.joint:
+                    replaced.blocks[layer] = apart.join(layer, blocks[0], pages)
+                    undo.callback(lambda layer=layer: apart.part(layer, replaced.blocks[layer], pages))
+                else:
+                    replaced.blocks[layer] = apart.part(layer, blocks, pages)
+                    undo.callback(lambda layer=layer: apart.join(layer, replaced.blocks[layer][0], pages))
+            undo.pop_all()
+        return replaced
+
+    def free_layers(self, replaced: LayersToChange) -> None:
+        for blocks in replaced.blocks.values():
+            for block in blocks:
+                block.free()
+
+    def end_apart(
+        self, instance: StepLoop, plans: Sequence[InstancePlan], pages: Sequence[PagePool], undo: ExitStack
+    ) -> list[StepLoop]:
+        parts = self._apart[instance].end(undo)
+        return [self._maker.make(plan, part, own) for plan, part, own in zip(plans, parts, pages, strict=True)]
 
     # -- pages
 

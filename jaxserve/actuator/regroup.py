@@ -3,14 +3,15 @@
 import queue
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-from jaxserve.actuator.actuator import report_to
+from jaxserve.actuator.actuator import between_steps, report_to
 from jaxserve.actuator.procedure_thread import ProcedureThread
 from jaxserve.control.plan import InstancePlan
 from jaxserve.control.reconfigure import Cancelled
 from jaxserve.control.regroup import Regroup
 from jaxserve.control.regrouping import Regrouping
-from jaxserve.control.transitions import Outcome, Rendezvous
+from jaxserve.control.transitions import BetweenStepsOf, Outcome, Rendezvous, StepsEnded
 from jaxserve.core.errors import EngineStopped
 from jaxserve.engine.instances import InstanceSet
 from jaxserve.telemetry import EngineMetrics
@@ -52,9 +53,16 @@ class DeviceRegroupActuator:
         """End the thread, and drop regroups that have not ended. May be called several times."""
         self._thread.close()
 
-    def _wait(self, wait: Rendezvous) -> None:
+    def _wait(self, wait: Rendezvous | BetweenStepsOf | StepsEnded) -> Any:
+        front = self._front()
+        match wait:
+            case BetweenStepsOf():
+                return between_steps(front.loops[wait.instance], wait.function, self._thread)
+            case StepsEnded():
+                return self._thread.result(wait.fence)
         try:
-            with self._front().stopped(wait.instances):
+            with front.stopped(wait.instances):
                 wait.function()
         except EngineStopped as error:
             raise Cancelled(str(error)) from None
+        return None

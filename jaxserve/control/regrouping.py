@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from jaxserve.control.gradual import merge_gradually, split_gradually
 from jaxserve.control.ledger import DeviceEntries, DeviceLedgers
 from jaxserve.control.movement import movement
 from jaxserve.control.plan import InstancePlan, PlanInForce
@@ -97,6 +98,7 @@ class Regrouping:
     entries: Callable[[InstancePlan], DeviceEntries]  # the plan's bytes, by device and name
     facts: PlanFacts
     now: Callable[[], float]  # s
+    longest_stop: float = 0.02  # s for which a merge or a split may stop its instances
 
     def carry_out(self, regroups: Sequence[Regroup], report: Report) -> Waits[None]:
         """Carry out regroups in order, and report the outcome of each. After one that fails the rest is dropped."""
@@ -118,6 +120,11 @@ class Regrouping:
         staged: Mapping[str, Any] = {}
         ended: list[Any] = []
         try:
+            if kind is not Kind.COPY and self.gradual(before, regroup.after):
+                way = merge_gradually if kind is Kind.MERGE else split_gradually
+                yield from way(self, regroup, before, ended)
+                yield from self._finish(before, regroup.after, ended)
+                return
             if kind is Kind.COPY:
                 staged = yield from self.host.stage(regroup.after, self._seconds(before, regroup.after))
             others = [plan.name for plan in self.in_force.plan.instances if plan.name not in regroup.before]
@@ -128,9 +135,18 @@ class Regrouping:
             self.host.discard(staged)
             self.ledgers.replace({OWNER: {}})
             raise
+        yield from self._finish(before, regroup.after, ended)
+
+    def gradual(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> bool:
+        """Return whether a merge or a split goes layer by layer, because it would stop its instances for too long."""
+        return self._seconds(before, after) > self.longest_stop
+
+    def _finish(
+        self, before: Sequence[InstancePlan], after: Sequence[InstancePlan], ended: Sequence[Any]
+    ) -> Waits[None]:
         yield from self.host.release(ended)
         gone: dict[str, DeviceEntries] = {plan.name: {} for plan in before}
-        self.ledgers.replace(gone | {plan.name: self.entries(plan) for plan in regroup.after} | {OWNER: {}})
+        self.ledgers.replace(gone | {plan.name: self.entries(plan) for plan in after} | {OWNER: {}})
 
     def _book(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> None:
         """Book what devices take while instances are regrouped beyond what those that end have booked."""
@@ -176,16 +192,21 @@ class Regrouping:
                 targets = [*made, *map(self.host.instance, others)]
                 for source in ending:
                     homeless += self._copy(source, before, targets, moves)
-            expected = self.in_force.version + 1
-            for plan, instance in zip(regroup.after, made, strict=True):
-                instance.core.replan(*self.facts.of(plan, expected))
-            named = dict(zip([plan.name for plan in regroup.after], made, strict=True))
-            self.host.replace(regroup.before, named, homeless)
+            self.put_in_force(regroup.before, regroup.after, made, homeless)
             undo.pop_all()
         ended += ending
-        version = self.in_force.regroup(regroup.before, regroup.after)
+
+    def put_in_force(
+        self, before: Sequence[str], after: Sequence[InstancePlan], made: Sequence[Any], homeless: Sequence[Any]
+    ) -> None:
+        """Let new instances serve in the place of others, or raise and change nothing."""
+        expected = self.in_force.version + 1
+        for plan, instance in zip(after, made, strict=True):
+            instance.core.replan(*self.facts.of(plan, expected))
+        self.host.replace(before, dict(zip([plan.name for plan in after], made, strict=True)), homeless)
+        version = self.in_force.regroup(before, after)
         if version != expected:  # other instances have changed meanwhile, for which nobody waits
-            for plan, instance in zip(regroup.after, made, strict=True):
+            for plan, instance in zip(after, made, strict=True):
                 instance.core.replan(*self.facts.of(plan, version))
 
     def _merge(

@@ -40,6 +40,13 @@ class BetweenSteps:
 
 
 @dataclass(frozen=True)
+class BetweenStepsOf(BetweenSteps):
+    """A wait as `BetweenSteps`, for the steps of one of several instances."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
 class StepsEnded:
     """A wait until the steps have ended that had been dispatched when the fence was made."""
 

@@ -157,6 +157,17 @@ class BlockBuilder:
         )
         return BlockSignature(self._executable(block, parameters, placement, precision), leaves)
 
+    def apart_signature(self, block: str, precision: str, place: ApartPlacement) -> BlockSignature:
+        """Return the signature of a decoder layer that `apart` makes."""
+        _, variables = abstract_block(self.config, block, precision)
+        parameters = self._abstract_parameters(block, precision)
+        leaves = tuple(
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.sharding(spec(variable.axes)))
+            for name, variable in variables.items()
+            for leaf in jax.tree.leaves(parameters[name])
+        )
+        return BlockSignature(self._executable(block, parameters, place, precision), leaves)
+
     def compile_copies(
         self,
         compiler: StartsCompiling,

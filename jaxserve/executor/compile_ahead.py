@@ -9,6 +9,7 @@ from jax.sharding import Sharding
 
 from jaxserve.compilation.programs import StartsCompiling
 from jaxserve.core.step_shapes import StepShape
+from jaxserve.executor.apart import POOL, ApartPlacement
 from jaxserve.executor.blocks import BlockSignature, LoadedBlock
 from jaxserve.executor.fused import StageProgram
 from jaxserve.executor.programs import InstanceSizes, Programs
@@ -69,6 +70,16 @@ class StepCompiler:
         for shape in self._sizes.buckets.all():
             for count in range(segments, len(self._sizes.segments) + 1):
                 self._compile_layer(placement, layer, shape, count)
+
+    def compile_apart(self, place: ApartPlacement, layer: Block) -> None:
+        """Start to compile a layer that the members of an instance run apart, for all shapes and sizes of its pool."""
+        for shape in self._sizes.buckets.all():
+            inputs = self.layer_inputs(place.placement, shape)
+            for count in range(1, len(self._sizes.segments) + 1):
+                pages = self._sizes.segments[:count]
+                pool = _with_sharding(self._programs.pools(place.placement).abstract(pages), place.sharding(POOL))
+                arguments = (*_with_sharding(inputs, place.sharding()), pool)
+                self._compiler.compile(layer.executable, (shape, pages), *arguments, *layer.leaves)
 
     def fused_stages(
         self, stages: Sequence[Stage], layers: Sequence[Block], segments: int = 1
