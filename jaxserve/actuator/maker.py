@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from jaxserve.compilation.programs import Compiler, StartsCompiling
-from jaxserve.control import InstancePlan, StagePlan
+from jaxserve.control import BlockPlan, InstancePlan, StagePlan
 from jaxserve.control.costs import CostModel
 from jaxserve.control.regroup import split_plans
-from jaxserve.core.block_names import is_layer
+from jaxserve.core.block_names import is_layer, layer_index
 from jaxserve.core.clock import Clock
+from jaxserve.core.config import ModelConfig
 from jaxserve.core.precision import assignment_id
 from jaxserve.core.progress import QUANTISING, READING, Progress, ignore_progress
 from jaxserve.core.step_load import Loads
@@ -17,7 +18,9 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.step_log import InstanceLog, StepLog
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.executor.apart import ApartPlacement
 from jaxserve.executor.blocks import LoadedBlock
+from jaxserve.executor.compile_ahead import StepCompiler
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import FusedTier
 from jaxserve.executor.kv_exchange import Side
@@ -127,19 +130,32 @@ class InstanceMaker:
         whole = plan.with_kv_pages(plan.kv_pages // members * members)
         parts = split_plans(whole, [str(index) for index in range(members)])
         self.programs.exchange(list(map(self.side, parts)), self.side(plan)).compile(compiler)
+        self._compile_apart(plan, members, compiler)
         self._compile_blocks(plan, parts, compiler)
         for index, part in enumerate(parts):
             self._compile_blocks(part, [plan, *parts[:index]], compiler)
+
+    def _compile_apart(self, plan: InstancePlan, members: int, compiler: StartsCompiling) -> None:
+        """Tell `compiler` the programs of layers that the members of an instance run apart."""
+        builder, steps = self.programs.builder, StepCompiler(compiler, self.programs, self.sizes(plan))
+        for stage in plan.stages:
+            place = ApartPlacement(self.placement(stage), members)
+            for block in _kinds(builder.config, stage):
+                for precision in self._precisions(block):
+                    if is_layer(block.block):
+                        steps.compile_apart(place, builder.apart_signature(block.block, precision, place))
+
+    def _precisions(self, block: BlockPlan) -> list[str]:
+        """Return the precisions that a block may have."""
+        return list(dict.fromkeys((block.precision, *(self.resolved.variants if is_layer(block.block) else ()))))
 
     def _compile_blocks(self, target: InstancePlan, copies: Sequence[InstancePlan], compiler: StartsCompiling) -> None:
         """Tell `compiler` the programs by which an instance's blocks are made of those of others."""
         builder = self.programs.builder
         for index, stage in enumerate(target.stages):
             placements = [self.placement(plan.stages[index]) for plan in copies]
-            kinds = {representative(builder.config, block.block): block for block in stage.blocks}
-            for block in kinds.values():
-                variants = self.resolved.variants if is_layer(block.block) else ()
-                for precision in dict.fromkeys((block.precision, *variants)):
+            for block in _kinds(builder.config, stage):
+                for precision in self._precisions(block):
                     builder.compile_copies(compiler, block.block, precision, self.placement(stage), placements)
 
     def _pools(self, plan: InstancePlan) -> Pools:
@@ -193,3 +209,12 @@ class InstanceMaker:
         )
         log = None if self.step_log is None else InstanceLog(self.step_log, core, sizes.buckets)
         return StepLoop(core, executor, self.clock, overlap=config.overlap, log=log)
+
+
+def _kinds(model: ModelConfig, stage: StagePlan) -> list[BlockPlan]:
+    """Return one block of each kind of a stage, which stands for the others."""
+    kinds = {}
+    for block in stage.blocks:
+        window = model.window(layer_index(block.block)) if is_layer(block.block) else None
+        kinds[representative(model, block.block), window] = block
+    return list(kinds.values())

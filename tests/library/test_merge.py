@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.engine.client import TextPrompt
 from tests.conftest import TINY
 from tests.support.regrouped import Change, Regrouped
 
@@ -99,6 +97,9 @@ def same(left: dict, right: dict) -> None:
     ids=["dense", "experts", "int8 kv", "int4", "int4 experts", "tied"],
 )
 def test_answers_stay_the_same(tmp_path: Path, config: dict, options: dict) -> None:
+    """Whether instances merge and split at once or layer by layer."""
     model = written(tmp_path, config)
     options = {"max_num_batched_tokens": 3 + 32} | options
-    same(answers(model, all_kinds, change=True, **options), answers(model, all_kinds, change=False, **options))
+    expected = answers(model, all_kinds, change=False, **options)
+    for gradual in (False, True):
+        same(answers(model, all_kinds, change=True, gradual=gradual, **options), expected)

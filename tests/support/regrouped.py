@@ -1,6 +1,7 @@
 """An engine whose instances the test merges, splits, adds and removes between two steps of its choice."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,11 +12,12 @@ from jaxserve.control.diff import diff
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.regroup import merged_plan, new_names, split_plans, structural_change
 from jaxserve.control.resources import validate
-from jaxserve.control.transitions import Outcome
+from jaxserve.control.transitions import BetweenStepsOf, Outcome, Rendezvous
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import Prompt, TokensPrompt
+from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import merge
 from jaxserve.engine.sync_engine import SyncEngine
 from tests.support.internals import assert_no_record_left, references_in, regrouping_of, store_of
@@ -41,11 +43,12 @@ Change = Callable[["Regrouped"], object]
 class Regrouped:
     """An engine that the test steps in its own thread, in which its instances change too."""
 
-    def __init__(self, model: Any, **options: Any):
+    def __init__(self, model: Any, *, gradual: bool = False, **options: Any):
+        """With `gradual`, merges and splits go layer by layer."""
         self.built: BuiltEngine = build(EngineConfig(model=model, **(OPTIONS | options)))
         built = self.built
         assert built.control is not None
-        self.regrouping = regrouping_of(built)
+        self.regrouping = replace(regrouping_of(built), longest_stop=-1.0 if gradual else math.inf)
         built.control.close()  # the test decides
         self.engine = SyncEngine(
             built.loops,
@@ -153,20 +156,34 @@ class Regrouped:
             errors.extend([error] if error else [])
 
         procedure = self.regrouping.carry_out(tuple(regroups), report)
+        value: Any = None
         error: Exception | None = None
         while True:
             try:
-                wait = next(procedure) if error is None else procedure.throw(error)
+                wait = procedure.send(value) if error is None else procedure.throw(error)
             except StopIteration:
                 break
-            error = None
+            value = error = None
             try:
-                with self.engine.stopped(wait.instances):
-                    wait.function()
+                value = self._wait(wait)
             except Exception as failure:
                 error = failure
         if errors:
             raise errors[0]
+
+    def _wait(self, wait: Any) -> Any:
+        """Wait for what the procedure yields, while steps go on."""
+        match wait:
+            case Rendezvous():
+                with self.engine.stopped(wait.instances):
+                    wait.function()
+                return None
+            case BetweenStepsOf():
+                self.step()
+                return between_steps(self.engine.loops[wait.instance], wait.function)
+        while not wait.fence:
+            self.step()
+        return None
 
     def adapt(self, plans: Mapping[str, InstancePlan]) -> None:
         """Put plans of instances in force that stay on their devices, while requests go on."""
@@ -210,3 +227,11 @@ class Regrouped:
         tied = self.built.resolved.padded_model.tie_embeddings
         assert sum(references_in(store).values()) == blocks + tied * len(self.engine.loops)
         self.check_ledgers()
+
+
+def between_steps(steps: StepLoop, function: Callable[[], None]) -> list[bool]:
+    """Call a function between two steps, which may be in flight. Return a fence, which is empty until they end."""
+    function()
+    fence: list[bool] = []
+    steps.after_dispatched(lambda: fence.append(True))
+    return fence
