@@ -13,7 +13,7 @@ from jaxserve.control.record import Decision
 from jaxserve.control.regrouping import Regrouping
 from jaxserve.control.transitions import Outcome
 from jaxserve.core.clock import Clock
-from jaxserve.engine.step_log import LoggedActuator
+from jaxserve.engine.logged_controller import LoggedActuator
 from jaxserve.sim.actuator import SimActuator
 from jaxserve.sim.cluster import Cluster
 from jaxserve.sim.driver import Agenda

@@ -8,8 +8,8 @@ from jaxserve.control.plan import InstancePlan
 from jaxserve.control.resources import Resources
 from jaxserve.control.transitions import Sleep, Waits
 from jaxserve.core.clock import Clock
+from jaxserve.engine.logged_controller import LoggedActuator
 from jaxserve.engine.outputs import RequestState
-from jaxserve.engine.step_log import LoggedActuator
 from jaxserve.kvcache import PagePool
 from jaxserve.sim.front import SimFront
 from jaxserve.sim.instance import SimInstance

@@ -185,7 +185,7 @@ def test_it_splits_into_the_instances_of_the_start() -> None:
 def test_it_splits_when_half_of_its_parts_kv_is_enough() -> None:
     pages = sum(plan.kv_pages - 1 for plan in START.instances[:2])
     policed = drained(loads={"8": pages // 2 + 1})
-    assert policed.ask().reason == "instance 8 splits when it uses 50% of its parts' KV: it uses 50%"
+    assert policed.ask().reason == "instance 8 uses 50% of its parts' KV, splits at 50%"
     policed.loads["8"] = pages // 2
     policed.ask()
     assert policed.degrees == [1] * 8
@@ -201,7 +201,7 @@ def test_it_does_not_split_while_its_usage_rises(trend: float, splits: bool) -> 
 
 def test_it_does_not_split_while_requests_wait_in_it() -> None:
     policed = drained(queues={"8": 3})
-    assert policed.ask().reason.endswith("it uses 0%, 3 waiting")
+    assert policed.ask().reason.endswith("splits at 50%, 3 waiting")
     policed.queues.clear()
     policed.ask()
     assert policed.degrees == [1] * 8

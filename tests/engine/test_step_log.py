@@ -16,8 +16,9 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.step_load import StepLoad
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import StepOutput, Work
+from jaxserve.engine.logged_controller import LoggedController
 from jaxserve.engine.loop import StepLoop
-from jaxserve.engine.step_log import InstanceLog, LoggedController, Recording, StepLog, read_log
+from jaxserve.engine.step_log import InstanceLog, Recording, StepLog, read_log
 from jaxserve.telemetry import Snapshot
 from tests.sim.clusters import LONGEST, PAGE, TILE, cluster
 from tests.support.control import MB, VirtualActuator, home_plan, machine, snapshot

@@ -25,11 +25,11 @@ from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
+from jaxserve.engine.logged_controller import LoggedController
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.step_log import (
     CostsRecord,
     InstanceLog,
-    LoggedController,
     Recording,
     StepLog,
     read_log,
