@@ -38,9 +38,10 @@ from jaxserve.core.progress import Progress, ignore_progress
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.instances import InstanceSet
+from jaxserve.engine.logged_controller import LoggedController
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.model_tokenizer import load_tokenizer
-from jaxserve.engine.step_log import CostsRecord, LoggedController, StepLog, resource_facts
+from jaxserve.engine.step_log import CostsRecord, StepLog, resource_facts
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.executor.block_store import BlockStore

@@ -1,11 +1,12 @@
 """What moves between devices when instances are regrouped: a pure function of plans and sizes.
 
-Weights are counted by block, variant and cut: a block has as many cuts as the largest degree of both sides, and a
-device of a smaller degree has several of them. A cut that a device has already stays there. Any other comes from a
-device that has it, or else from the host. KV is counted by page: a merge and a split exchange heads between the devices
-at the same place of their members, and otherwise pages are copied from device to device.
+Weights are counted by block, variant and cut, as `control.shards` shares them: a cut that a device has already stays
+there, and any other comes from a device that has it, or else from the host. KV is counted by groups of pages: a merge
+and a split exchange heads between the devices at the same place of their members. With other regroups, requests are
+copied page by page, and nothing is known in advance.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +14,13 @@ from dataclasses import dataclass, field
 from jaxserve.control.plan import InstancePlan, StagePlan
 from jaxserve.control.regroup import Kind, kind_of
 from jaxserve.control.resources import Resources
+from jaxserve.control.shards import ShardSource, shard_sources
+from jaxserve.core.block_names import is_layer
+from jaxserve.core.kv_layout import EXCHANGED_PAGES
+from jaxserve.core.numeric import ceil_div
 
 Link = tuple[int, int]  # source and target device
-Cut = tuple[str, str, int]  # block, precision, number of the cut
-EXCHANGED_PAGES = 64  # page groups that are exchanged at once
+Devices = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,12 @@ class Movement:
     """Bytes that a regroup moves, and what it takes and frees on each device."""
 
     kept: Mapping[int, int] = field(default_factory=dict)  # device -> bytes of weights that stay on it
+    exchanged: Mapping[int, int] = field(default_factory=dict)  # device -> bytes of KV pages that it reads and writes
     links: Mapping[Link, int] = field(default_factory=dict)  # (source, target) -> bytes of weights and KV
     host: Mapping[int, int] = field(default_factory=dict)  # device -> bytes of weights from the host
     change: Mapping[int, int] = field(default_factory=dict)  # device -> bytes taken afterwards minus before
     peak: Mapping[int, int] = field(default_factory=dict)  # device -> most bytes beside the larger of both sides
+    calls: int = 0  # programs that run one after the other
     weights_first: bool = True  # weights move before KV; with a split the other way round
 
     @property
@@ -35,114 +41,125 @@ class Movement:
         """Bytes that cross links between devices."""
         return sum(self.links.values())
 
-    def seconds(self, link_rate: float, copy_rate: float, memory_rate: float) -> float:
-        """Estimate how long a regroup stops its instances.
+    def seconds(self, resources: Resources) -> float:
+        """Estimate how long the regroup takes at the rates of `resources`.
 
-        Links, copies from the host and copies within a device go on at once, and so do all devices. Rates are bytes/s
-        of each link, from the host to each device, and within a device.
+        All devices work at once. On each of them, copies from other devices, from the host and within its memory follow
+        one another. Weights that stay are copied too, because a part of an array becomes an array of its own.
         """
         into, out = Counter[int](), Counter[int]()
         for (source, target), size in self.links.items():
             out[source] += size
             into[target] += size
-        by_link = max([*into.values(), *out.values(), 0]) / link_rate
-        from_host = max(self.host.values(), default=0) / copy_rate
-        within = max(self.kept.values(), default=0) / memory_rate
-        return by_link + from_host + within
+        by_link = max([*into.values(), *out.values(), 0]) / resources.link_rate
+        from_host = max(self.host.values(), default=0) / resources.copy_rate
+        devices = {**self.kept, **self.exchanged}
+        within = max((self.kept.get(d, 0) + self.exchanged.get(d, 0) for d in devices), default=0)
+        return by_link + from_host + within / resources.memory_rate + self.calls * resources.link_latency
 
 
 def movement(
     before: Sequence[InstancePlan],
     after: Sequence[InstancePlan],
     resources: Resources,
-    live_pages: Mapping[str, int],
+    groups: int = 0,
     others: Iterable[InstancePlan] = (),
 ) -> Movement:
     """Return what moves if the instances `after` take the place of `before`.
 
-    `live_pages` are the KV pages in use of each instance of `before`, by name. `others` are instances that stay, whose
-    devices have weights too.
+    `groups` are the groups of KV pages, one of each member of a merge or a split, of which any has contents. `others`
+    are instances that stay, whose devices have weights too.
     """
     kind = kind_of(before, after)
-    kept, host, links, blocks = Counter[int](), Counter[int](), Counter[Link](), Counter[int]()
-    largest = max((stage.tp for plan in (*before, *after, *others) for stage in plan.stages), default=1)
-    holders = _holders((*before, *others), largest)
+    weights = _Weights(resources, before, after, others)
     for plan in after:
         for stage in plan.stages:
-            _move_weights(stage, largest, holders, resources, kept, host, links, blocks)
-    chunk = Counter[int]()
-    if kind is not Kind.COPY:
-        whole, members = (after[0], before) if kind is Kind.MERGE else (before[0], after)
-        pages = live_pages if kind is Kind.MERGE else _even(live_pages.get(whole.name, 0), members)
-        _exchange_heads(members, pages, resources, links, chunk)
+            weights.move(stage)
+    links, exchanged, chunk, calls = weights.links, Counter[int](), Counter[int](), weights.calls
+    if kind is not Kind.COPY and groups:
+        members = before if kind is Kind.MERGE else after
+        calls += _exchange_heads(members, groups, resources, links, exchanged, chunk)
     old, new = resources.device_bytes(*before), resources.device_bytes(*after)
     change = {device: new.get(device, 0) - old.get(device, 0) for device in {**old, **new}}
-    peak = {device: blocks[device] + chunk[device] for device in {**old, **new}}
-    return Movement(dict(kept), dict(links), dict(host), change, peak, weights_first=kind is not Kind.SPLIT)
+    peak = {device: weights.largest[device] + chunk[device] for device in {**old, **new}}
+    return Movement(
+        dict(weights.kept),
+        dict(exchanged),
+        dict(links),
+        dict(weights.host),
+        change,
+        peak,
+        calls,
+        weights_first=kind is not Kind.SPLIT,
+    )
 
 
-def _holders(plans: Iterable[InstancePlan], largest: int) -> dict[Cut, list[int]]:
-    """Return the devices that have each cut of each block."""
-    holders: dict[Cut, list[int]] = {}
-    for plan in plans:
-        for stage in plan.stages:
-            for block in stage.blocks:
-                for place, device in enumerate(stage.devices):
-                    for cut in _cuts(place, stage.tp, largest):
-                        holders.setdefault((block.block, block.precision, cut), []).append(device)
-    return holders
+class _Weights:
+    """What the weights of new instances move, added up stage by stage."""
 
+    def __init__(
+        self,
+        resources: Resources,
+        before: Sequence[InstancePlan],
+        after: Sequence[InstancePlan],
+        others: Iterable[InstancePlan],
+    ):
+        self.kept, self.host, self.links = Counter[int](), Counter[int](), Counter[Link]()
+        self.largest = Counter[int]()  # device -> bytes of its largest new block
+        self.calls = 0
+        self._resources = resources
+        there = (*before, *others)
+        self._cuts = math.lcm(*(stage.tp for plan in (*there, *after) for stage in plan.stages))
+        self._copies: dict[tuple[str, str], list[Devices]] = {}  # (block, precision) -> the devices of each copy
+        for plan in there:
+            for stage in plan.stages:
+                for block in stage.blocks:
+                    self._copies.setdefault((block.block, block.precision), []).append(stage.devices)
+        self._sources: dict[tuple[Devices, tuple[Devices, ...]], list[ShardSource[int]]] = {}
 
-def _cuts(place: int, degree: int, largest: int) -> range:
-    """Return the cuts of a shard, if a block has as many cuts as the largest degree."""
-    return range(place * largest // degree, (place + 1) * largest // degree)
-
-
-def _move_weights(
-    stage: StagePlan,
-    largest: int,
-    holders: Mapping[Cut, Sequence[int]],
-    resources: Resources,
-    kept: Counter[int],
-    host: Counter[int],
-    links: Counter[Link],
-    blocks: Counter[int],
-) -> None:
-    """Count what the weights of a new stage move, and the bytes of its largest block on each device (`blocks`)."""
-    for block in stage.blocks:
-        size = resources.sizes.block(block.block, block.precision, stage.tp)
-        for place, device in enumerate(stage.devices):
-            cuts = _cuts(place, stage.tp, largest)
-            for cut in cuts:
-                sources = holders.get((block.block, block.precision, cut), ())
-                if device in sources:
-                    kept[device] += size // len(cuts)
-                elif sources:
-                    links[sources[0], device] += size // len(cuts)
+    def move(self, stage: StagePlan) -> None:
+        """Count what the weights of a new stage move."""
+        self.calls += len(stage.blocks)
+        for block in stage.blocks:
+            size = self._resources.sizes.block(block.block, block.precision, stage.tp)
+            for part in self._sources_of(stage.devices, tuple(self._copies.get((block.block, block.precision), ()))):
+                moved = size * stage.tp * (part.last - part.first) // self._cuts
+                if part.is_local:
+                    self.kept[part.device] += moved
+                elif part.source is None:
+                    self.host[part.device] += moved
                 else:
-                    host[device] += size // len(cuts)
-            blocks[device] = max(blocks[device], size)
+                    self.links[part.source, part.device] += moved
+            for device in stage.devices:
+                self.largest[device] = max(self.largest[device], size)
+
+    def _sources_of(self, target: Devices, copies: tuple[Devices, ...]) -> list[ShardSource[int]]:
+        """Return where the devices of a stage get their cuts from. Most blocks have copies on the same devices."""
+        key = target, copies
+        if key not in self._sources:
+            self._sources[key] = shard_sources(target, copies, self._cuts)
+        return self._sources[key]
 
 
 def _exchange_heads(
     members: Sequence[InstancePlan],
-    pages: Mapping[str, int],
+    groups: int,
     resources: Resources,
     links: Counter[Link],
+    exchanged: Counter[int],
     chunk: Counter[int],
-) -> None:
-    """Count what the members' devices exchange. `pages`: live pages of each member, which all of them end up with."""
-    groups = max((pages.get(member.name, 0) for member in members), default=0)
-    count = len(members)
-    for index in range(len(members[0].stages)):
-        page = resources.page_bytes(members[0].stages[index])
+) -> int:
+    """Count what the members' devices exchange, and return the number of calls."""
+    count, calls = len(members), 0
+    for index, stage in enumerate(members[0].stages):
+        page = resources.page_bytes(stage)
+        layers = sum(is_layer(block.block) for block in stage.blocks)
+        calls += layers * ceil_div(groups, EXCHANGED_PAGES)
         for devices in zip(*(member.stages[index].devices for member in members), strict=True):
             for source in devices:
                 for target in devices:
                     if source != target:
                         links[source, target] += groups * page // count
-                chunk[source] = 2 * min(groups, EXCHANGED_PAGES) * page
-
-
-def _even(pages: int, members: Sequence[InstancePlan]) -> dict[str, int]:
-    return {member.name: -(-pages // len(members)) for member in members}
+                exchanged[source] += groups * page
+                chunk[source] = 2 * min(groups, EXCHANGED_PAGES) * page // max(layers, 1)
+    return calls

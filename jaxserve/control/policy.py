@@ -152,7 +152,9 @@ class Chain:
         states, reasons = [], []
         for policy, old_state in zip(self.policies, state, strict=True):
             proposal = policy.update(snapshot, plan, old_state)
-            plan = proposal.plan
+            # Only a structural policy decides about draining: the plan that others return to knows nothing of it.
+            keeps = not isinstance(policy, StructuralPolicy)
+            plan = proposal.plan.with_draining(plan.draining) if keeps else proposal.plan
             states.append(proposal.state)
             reasons.append(proposal.reason)
         return Proposal(plan, tuple(states), "; ".join(filter(None, reasons)))

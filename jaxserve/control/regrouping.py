@@ -129,8 +129,7 @@ class Regrouping:
                 staged = yield from self.host.stage(regroup.after, self._seconds(before, regroup.after))
             others = [plan.name for plan in self.in_force.plan.instances if plan.name not in regroup.before]
             stopped = (*regroup.before, *(others if kind is Kind.COPY and before else ()))
-            commit = partial(self._commit, regroup, before, kind, staged, others, ended)
-            yield Rendezvous(stopped, commit, lambda: self._seconds(before, regroup.after))
+            yield Rendezvous(stopped, partial(self._commit, regroup, before, kind, staged, others, ended))
         except BaseException:
             self.host.discard(staged)
             self.ledgers.replace({OWNER: {}})
@@ -155,14 +154,10 @@ class Regrouping:
         self.ledgers.replace({OWNER: {device: {SWAP_BUFFER: size} for device, size in more.items()}})
 
     def _seconds(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> float:
-        """Estimate how long weights and KV take to move."""
-        rates = self.resources
-        return movement(before, after, rates, self._live_pages(before)).seconds(
-            rates.link_rate, rates.copy_rate, rates.memory_rate
-        )
-
-    def _live_pages(self, plans: Sequence[InstancePlan]) -> dict[str, int]:
-        return {plan.name: self.host.instance(plan.name).core.scheduler.pages.used for plan in plans}
+        """Estimate how long it takes to load the weights of instances on devices of their own."""
+        names = {plan.name for plan in before}
+        others = [plan for plan in self.in_force.plan.instances if plan.name not in names]
+        return movement(before, after, self.resources, others=others).seconds(self.resources)
 
     # -- at the rendezvous
 
@@ -214,9 +209,10 @@ class Regrouping:
     ) -> GroupedInstance:
         count, limits = len(members), self.resources.limits_of(plan.tp)
         taken = [moves.take(member.core) for member in members]
-        pages = PagePool.joined(
-            [member.core.scheduler.pages for member in members], min_pages=limits.min_pages, max_pages=limits.max_pages
-        )
+        pools = [member.core.scheduler.pages for member in members]
+        # Fewer pages than the longest sequence needs, until the pool has grown, and again before the next split.
+        least = min(limits.min_pages, sum(pool.num_pages for pool in pools))
+        pages = PagePool.joined(pools, min_pages=least, max_pages=limits.max_pages)
         whole = self.host.merge(members, plan, pages, undo)
         for index, states in enumerate(taken):
             moves.give(whole.core, states, partial(_joined, count, index), partial(_parted, count))
@@ -235,7 +231,8 @@ class Regrouping:
         without_pages = moves.take(core, sides.recompute, keep_pages=False)
         states = moves.take(core)
         sides.carry_out(pool, requests, lambda pages: self.host.move_pages(whole, pages))
-        pools = pool.parted(count, min_pages=limits.min_pages, max_pages=limits.max_pages)
+        least = min(limits.min_pages, pool.num_pages // count)
+        pools = pool.parted(count, min_pages=least, max_pages=limits.max_pages)
         parts = list(self.host.split(whole, plans, pools, undo))
         for index, part in enumerate(parts):
             own = [state for state in states if sides.sides[state.request.id] == index]

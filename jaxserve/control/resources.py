@@ -37,6 +37,7 @@ class Resources:
     copy_rate: float  # bytes/s of copies from host memory while steps go on
     link_rate: float = 1e9  # bytes/s of each device's copies to others and from them, while no step runs on it
     memory_rate: float = 1e10  # bytes/s of copies within a device
+    link_latency: float = 0.0  # s until a copy between devices begins
     runtime: int = 0  # bytes of each device that the process takes besides arrays
     segments: tuple[int, ...] = ()  # pages of each segment that pools grow by; () if they grow page by page
     granule: int = 0  # bytes that a pool which grows page by page may take beyond its pages

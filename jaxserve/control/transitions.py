@@ -57,13 +57,11 @@ class StepsEnded:
 class Rendezvous:
     """A wait until a function has run while several instances are stopped between two steps, with no token in flight.
 
-    The wait raises what the function raises, or `Cancelled` as `BetweenSteps`. In the simulator the instances are
-    stopped for `seconds`, which the function on real devices takes by itself.
+    The wait raises what the function raises, or `Cancelled` as `BetweenSteps`.
     """
 
     instances: tuple[str, ...]
     function: Callable[[], None]
-    seconds: Callable[[], float]  # called after the function
 
 
 Waits = Generator[Any, Any, T]  # of the waits above, and of those that only one driver knows

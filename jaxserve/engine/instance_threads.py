@@ -27,7 +27,7 @@ class InstanceThreads:
         self._refusing = self._closed = False
         self._changing = threading.Lock()  # held while instances are stopped
         self._stops: dict[str, Stop] = {}  # by instance, while `stopped` is in progress
-        self._ended = EndedInstances()
+        self._ended: EndedInstances[StepLoop] = EndedInstances()
         # Never changed, but replaced while the directory's lock is held.
         self._threads = {name: InstanceThread(name, steps, directory, self) for name, steps in instances.items()}
         for thread in self._threads.values():

@@ -2,10 +2,11 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from jaxserve.core.errors import EngineFailed
 from jaxserve.core.request import Request
+from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState
 from jaxserve.telemetry import Snapshot, WaitingRoom, combine
@@ -63,18 +64,28 @@ def lost_request(request: Request) -> EngineFailed:
     return EngineFailed(f"request {request.id} was lost when its instance ended")
 
 
-class EndedInstances:
+class HasCore(Protocol):
+    """An instance, real or simulated."""
+
+    @property
+    def core(self) -> EngineCore: ...
+
+
+InstanceT = TypeVar("InstanceT", bound=HasCore)
+
+
+class EndedInstances(Generic[InstanceT]):
     """The instances that have ended: their metrics show no gauges any more, and their totals are kept."""
 
     def __init__(self) -> None:
         self.totals: tuple[Snapshot, ...] = ()  # at most one, the sum
-        self._ending: list[StepLoop] = []
+        self._ending: list[InstanceT] = []
 
-    def add(self, ending: Iterable[StepLoop]) -> None:
+    def add(self, ending: Iterable[InstanceT]) -> None:
         """Take note of instances that end, unless they are back when `settle` is called."""
         self._ending += ending
 
-    def settle(self, present: Mapping[str, StepLoop]) -> None:
+    def settle(self, present: Mapping[str, InstanceT]) -> None:
         """Count the instances that have ended, given those that are there now."""
         ended = [steps for steps in self._ending if steps not in present.values()]
         self._ending = []

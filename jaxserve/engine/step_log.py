@@ -12,13 +12,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxserve.control.controller import Controller
 from jaxserve.control.costs import MeasuredCosts
-from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
-from jaxserve.control.policy import Policy
+from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.resources import Resources
 from jaxserve.control.stage_sizes import SizeTable
-from jaxserve.control.transitions import Actuator, Outcome, Transition
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.request import Request, RequestOutput
@@ -26,7 +23,6 @@ from jaxserve.core.step_load import Loads, StepLoad
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import Work
 from jaxserve.engine.core import EngineCore
-from jaxserve.telemetry import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +76,31 @@ class Step(NamedTuple):
         return StepLoad(self.tokens, self.rows, self.sequences, self.context, self.prefill)
 
 
+class InstanceRecord(NamedTuple):
+    """An instance that has begun. Other records have its number."""
+
+    instance: int
+    name: str
+
+
+class RegroupRecord(NamedTuple):
+    """A regroup that has ended, by the names of instances. Those of `before` have ended, unless it has failed."""
+
+    time: float  # s, of the tick at which the controller learnt of it
+    before: Sequence[str]
+    after: Sequence[Sequence[Any]]  # (name, devices of each stage, KV pages) of each new instance
+    error: str | None
+    seconds: float
+
+
+class MovedRecord(NamedTuple):
+    """A request that has come from another instance."""
+
+    id: str
+    instance: int
+    step: int  # number of the first step with it in this instance
+
+
 class Arrival(NamedTuple):
     """A request that an instance has accepted."""
 
@@ -127,16 +148,31 @@ class DecisionRecord(NamedTuple):
     outcome: str  # "started", or "rejected: ..."
 
 
-Record = Engine | CostsRecord | PlanRecord | Step | Arrival | AnswerRecord | Tick | DecisionRecord
+Record = (
+    Engine
+    | CostsRecord
+    | InstanceRecord
+    | PlanRecord
+    | Step
+    | Arrival
+    | MovedRecord
+    | AnswerRecord
+    | Tick
+    | DecisionRecord
+    | RegroupRecord
+)
 KINDS: Mapping[str, type[Any]] = {
     "engine": Engine,
     "costs": CostsRecord,
+    "instance": InstanceRecord,
     "inforce": PlanRecord,
     "step": Step,
     "arrival": Arrival,
+    "moved": MovedRecord,
     "answer": AnswerRecord,
     "tick": Tick,
     "decided": DecisionRecord,
+    "regroup": RegroupRecord,
 }
 # Earlier names of the fields of `Resources`, which logs may have.
 OLD_RESOURCES = {"least_pages": "min_pages", "most_pages": "max_pages", "kept": "in_place"}
@@ -197,10 +233,13 @@ class InstanceLog:
         self._next = 0  # number of the next step to be scheduled
         self._version = -1
         self._open: deque[tuple[Any, ...]] = deque()  # (begun, dispatched, load, version) of dispatched steps
+        self._known: set[str] = set()  # ids of the requests in flight that have arrived here, or been moved here
+        log.write(InstanceRecord(core.index, core.name))
 
     def accepted(self, request: Request) -> None:
         """Log an accepted request."""
         params, answers = request.params, 0 if request.embed else request.params.n
+        self._known.add(request.id)
         self._log.write(
             Arrival(
                 request.id,
@@ -215,15 +254,19 @@ class InstanceLog:
         )
 
     def dispatched(self, work: Work, begun: float, now: float) -> None:
-        """Log a change of the plan, and remember a step that was scheduled at `begun` and dispatched at `now`.
+        """Log a change of the plan and requests that have been moved here, and remember a step.
 
-        Call it before the next step is scheduled.
+        It was scheduled at `begun` and dispatched at `now`. Call it before the next step is scheduled.
         """
         plan_fields, load = self._core.plan_fields, self._loads.of(work)
         if plan_fields.plan_version != self._version:
             self._version = plan_fields.plan_version
             layers = dict(plan_fields.layers_by_precision)
             self._log.write(PlanRecord(self._core.index, self._version, layers, plan_fields.kv_pages_total))
+        for sequence in (*work.decodes, *(chunk.sequence for chunk in work.chunks)):
+            if sequence.request.id not in self._known:
+                self._known.add(sequence.request.id)
+                self._log.write(MovedRecord(sequence.request.id, self._core.index, work.step))
         self._open.append((begun, now, load, self._version))
         self._next = work.step + 1
 
@@ -249,6 +292,7 @@ class InstanceLog:
         )
         for output in outputs:
             if output.finished:
+                self._known.discard(output.request_id)
                 self._log.write(self._answer(work, output))
 
     def _answer(self, work: Work, output: RequestOutput) -> AnswerRecord:
@@ -281,6 +325,9 @@ class Recording:
     answers: Mapping[str, AnswerRecord] = field(default_factory=dict)  # by request id
     ticks: tuple[Tick, ...] = ()
     decisions: tuple[DecisionRecord, ...] = ()
+    instances: tuple[InstanceRecord, ...] = ()  # in the order in which they began
+    regroups: tuple[RegroupRecord, ...] = ()
+    moved: tuple[MovedRecord, ...] = ()
 
 
 def read_log(path: str | Path) -> Recording:
@@ -306,6 +353,9 @@ def read_log(path: str | Path) -> Recording:
         {answer.id: answer for answer in records[AnswerRecord]},
         tuple(records[Tick]),
         tuple(decided._replace(transitions=tuple(decided.transitions)) for decided in records[DecisionRecord]),
+        tuple(records[InstanceRecord]),
+        tuple(records[RegroupRecord]),
+        tuple(records[MovedRecord]),
     )
 
 
@@ -366,66 +416,3 @@ def _parsed(line: str, where: str) -> Any:
         return KINDS[kind](*fields)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{where}: {line[:80].strip()!r} is not a record of a step log") from error
-
-
-class LoggedActuator:
-    """An `Actuator` that wraps another one, and records what its controller reads from it during a tick."""
-
-    def __init__(self, actuator: Actuator):
-        self._actuator = actuator
-        self.was_busy = False
-        self.outcomes: list[Outcome] = []
-
-    @property
-    def busy(self) -> bool:
-        self.was_busy = self._actuator.busy
-        return self.was_busy
-
-    def start(self, transitions: Sequence[Transition]) -> None:
-        self._actuator.start(transitions)
-
-    def poll(self) -> Sequence[Outcome]:
-        outcomes = self._actuator.poll()
-        self.outcomes += outcomes
-        return outcomes
-
-
-class LoggedController(Controller):
-    """A controller whose ticks and decisions are logged."""
-
-    def __init__(
-        self,
-        log: StepLog,
-        in_force: PlanInForce,
-        policy: Policy,
-        resources: Resources,
-        actuators: Mapping[str, Actuator],
-        **timing: Any,
-    ):
-        """Make a `Controller` with the remaining arguments, which logs to `log`."""
-        self._log, self._logged = log, {name: LoggedActuator(actuator) for name, actuator in actuators.items()}
-        super().__init__(in_force, policy, resources, self._logged, **timing)
-
-    def tick(self, now: float, snapshots: Mapping[str, Snapshot], *service: Any, **options: Any) -> None:
-        if now < self._due:
-            return
-        super().tick(now, snapshots, *service, **options)
-        logged = self._logged.values()
-        seen = [(snapshot.time, snapshot.plan_version) for snapshot in snapshots.values()]
-        outcomes = [(outcome.error, outcome.seconds) for actuator in logged for outcome in actuator.outcomes]
-        for actuator in logged:
-            actuator.outcomes.clear()
-        self._log.write(Tick(now, any(actuator.was_busy for actuator in logged), seen, outcomes))
-        if (decided := decision_record(self, now)) is not None:
-            self._log.write(decided)
-
-
-def decision_record(controller: Controller, now: float) -> DecisionRecord | None:
-    """Return the decision of a controller's latest tick, which was at time `now`, or None without a decision.
-
-    A decision that is "done" at the time of its own tick is a change by an operator, and does not count.
-    """
-    latest = controller.latest_decisions(1)
-    if not latest or (d := latest[0]).time != now or d.outcome == "done":
-        return None
-    return DecisionRecord(now, d.policy, d.reason, d.before_version, d.target_version, d.transitions, d.outcome)

@@ -59,7 +59,7 @@ class SyncEngine:
         )
         self._outputs: list[RequestOutput] = []  # that the next step returns
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for between two steps
-        self._ended = EndedInstances()
+        self._ended: EndedInstances[StepLoop] = EndedInstances()
         self._changed = threading.Event()  # set when requests that wait may have found an instance
         self._turn = threading.Lock()  # held while instances change
         for steps in instances.values():

@@ -115,7 +115,7 @@ def _variants(config: EngineConfig, precisions: Sequence[str], dtype: str) -> tu
     if config.policy != STATIC:
         needed = precisions_of(config.policy)
         # The policy's come first: they determine the swap order.
-        wanted = (*needed, *wanted) if needed else wanted or (DEFAULT_VARIANT,)
+        wanted = wanted or (DEFAULT_VARIANT,) if needed is None else (*needed, *wanted)
     named = [parse_precision(name, dtype, "variants") for name in wanted]
     return tuple(dict.fromkeys((*named, *precisions))) if named else ()
 

@@ -1,10 +1,8 @@
 """The actuator of one simulated instance, which drives the procedure of `control.reconfigure` in virtual time."""
 
-import heapq
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import count
-from math import inf
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 from jaxserve.control.ledger import DeviceEntries, DeviceLedgers
 from jaxserve.control.plan import InstancePlan, PlanInForce
@@ -13,31 +11,11 @@ from jaxserve.control.transitions import BetweenSteps, Outcome, Sleep, StepsEnde
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import JaxserveError
 from jaxserve.engine.core import EngineCore
-from jaxserve.sim.links import Priority, SharedLinks, Transfer
+from jaxserve.sim.driver import Agenda, Fence, ProcedureDriver
+from jaxserve.sim.links import Priority, SharedLinks
 
 Signature = tuple[str, str]  # (block kind, precision): blocks with equal signatures share an executable
 Layer = tuple[str, str]  # (block, precision): a variant of a layer
-
-
-class Agenda:
-    """Functions to call at times of a virtual clock, in the order of their times."""
-
-    def __init__(self, clock: Clock):
-        self._clock, self._order = clock, count()
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-
-    def add(self, time: float, function: Callable[[], None]) -> None:
-        """Have a function called at a time (s); now, if that has passed."""
-        heapq.heappush(self._events, (max(time, self._clock.now()), next(self._order), function))
-
-    def next_event(self) -> float:
-        """Return when the next function is due (s); infinity if there is none."""
-        return self._events[0][0] if self._events else inf
-
-    def advance(self) -> None:
-        """Call the functions that are due."""
-        while self._events and self._events[0][0] <= self._clock.now():
-            heapq.heappop(self._events)[2]()
 
 
 class ActuatedInstance(Protocol):
@@ -57,19 +35,6 @@ class ActuatedInstance(Protocol):
     def set_plan(self, plan: InstancePlan) -> None:
         """Use the step times of `plan` from the next step on."""
         ...
-
-
-class _Fence:
-    """A moment at which steps have ended, for which at most one function waits."""
-
-    def __init__(self) -> None:
-        self.passed = False
-        self.then: Callable[[], None] | None = None
-
-    def passes(self) -> None:
-        self.passed = True
-        if self.then is not None:
-            self.then()
 
 
 class SimDevice:
@@ -147,6 +112,7 @@ class SimActuator:
         self,
         name: str,
         instance: ActuatedInstance,
+        plan: InstancePlan,
         in_force: PlanInForce,
         clock: Clock,
         agenda: Agenda,
@@ -160,7 +126,9 @@ class SimActuator:
         batch_seconds: float = 0.0,
         warm: Collection[Signature] = (),
     ):
-        """Carry out transitions of the instance called `name`; whoever owns the `agenda` advances it.
+        """Carry out transitions of the instance called `name`, which begins with `plan`.
+
+        Whoever owns the `agenda` advances it.
 
         `link` is the one of `links` over which weights come from the host to every device of a stage. `entries`
         returns the ledgers' bytes of a plan, and `facts` are what the engine core is told of it. Compiling takes
@@ -169,7 +137,6 @@ class SimActuator:
         """
         self._clock, self._agenda, self._links = clock, agenda, links
         self._batch_seconds = batch_seconds
-        plan = in_force.instance(name)
         self.device = SimDevice(instance, plan, clock, links, link, compile_seconds, warm)
         self._reconfiguration = Reconfiguration(
             name=name,
@@ -180,76 +147,44 @@ class SimActuator:
             facts=facts,
             now=clock.now,
         )
+        self._driver = ProcedureDriver(clock, agenda, links, self._between_steps)
         self._outcomes: list[Outcome] = []
-        self._procedure: Waits[None] | None = None
 
     @property
     def busy(self) -> bool:
         """True while a transition has not ended. When false, `poll` returns all remaining outcomes."""
-        return self._procedure is not None
+        return self._driver.busy
 
     def start(self, transitions: Sequence[Transition]) -> None:
         """Begin to carry out `transitions` in order, and return at once."""
-        assert not self.busy
-        self._procedure = self._reconfiguration.carry_out(transitions, self._report)
-        self._go_on(None)
+        self._driver.start(self._reconfiguration.carry_out(transitions, partial(report_to, self._outcomes)))
 
     def poll(self) -> Sequence[Outcome]:
         """Return the outcomes since the last call, in order."""
-        outcomes, self._outcomes = self._outcomes, []
+        outcomes, self._outcomes[:] = list(self._outcomes), []
         return outcomes
 
-    # -- the driver
-
-    def _report(self, outcome: Outcome, failure: Exception | None) -> None:
-        if failure is not None and not isinstance(failure, JaxserveError | ValueError):
-            raise failure  # a fault of the simulator, and not of the plan
-        self._outcomes.append(outcome)
-
-    def _go_on(self, value: Any, error: Exception | None = None) -> None:
-        """Run the procedure until it waits for something that has not happened yet."""
-        assert self._procedure is not None
-        try:
-            wait = self._procedure.send(value) if error is None else self._procedure.throw(error)
-        except StopIteration:
-            self._procedure = None
-            return
-        match wait:
-            case Sleep():
-                self._agenda.add(wait.until, lambda: self._go_on(None))
-            case BetweenSteps():
-                self._between_steps(wait.function)
-            case StepsEnded():
-                fence: _Fence = wait.fence
-                if fence.passed:
-                    self._soon(None)
-                else:
-                    fence.then = lambda: self._soon(None)
-            case Transfer():
-                self._agenda.add(self._links.next_event(), self._transferred)
-
-    def _transferred(self) -> None:
-        self._links.advance(self._clock.now())
-        self._go_on(None)
-
-    def _between_steps(self, function: Callable[[], None]) -> None:
+    def _between_steps(self, wait: BetweenSteps) -> None:
         instance = self.device.instance
 
         def run() -> None:
             try:
-                function()
+                wait.function()
             except Exception as error:
-                self._soon(None, error)
+                self._driver.soon(None, error)
                 return
-            fence = _Fence()
+            fence = Fence()
             instance.after_dispatched(fence.passes)
-            self._soon(fence)
+            self._driver.soon(fence)
 
         self._agenda.add(self._clock.now() + self._batch_seconds, lambda: instance.call(run))
 
-    def _soon(self, value: Any, error: Exception | None = None) -> None:
-        """Go on after the present event, which is one of the instance's."""
-        self._agenda.add(self._clock.now(), lambda: self._go_on(value, error))
+
+def report_to(outcomes: list[Outcome], outcome: Outcome, failure: Exception | None) -> None:
+    """Append an outcome. Raise its failure if that is a fault of the simulator, and not of the plan."""
+    if failure is not None and not isinstance(failure, JaxserveError | ValueError):
+        raise failure
+    outcomes.append(outcome)
 
 
 def _signature(block: str, precision: str) -> Signature:

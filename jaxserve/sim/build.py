@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxserve.control.plan import PlanInForce
+from jaxserve.control.policy import StructuralPolicy
+from jaxserve.control.service_limits import ServiceLimits
 from jaxserve.core.clock import VirtualClock
-from jaxserve.core.precision import assignment_id
-from jaxserve.core.step_load import Loads
-from jaxserve.engine.core import EngineCore
 from jaxserve.planning.spec import STATIC
 from jaxserve.sim.cluster import Cluster
-from jaxserve.sim.control import SETTLING, SimControl, build_control
-from jaxserve.sim.instance import SimInstance
+from jaxserve.sim.control import SETTLING, SimControl, build_control, policy_of
+from jaxserve.sim.front import SimFront
+from jaxserve.sim.maker import SimMaker
 from jaxserve.sim.sampler import SimSampler
 from jaxserve.sim.simulation import Frontend, Simulation
 from jaxserve.telemetry import EngineMetrics
@@ -36,38 +37,28 @@ def build_simulation(
     an unknown policy, or a precision or link that the hardware lacks.
     """
     clock, metrics = VirtualClock(), EngineMetrics(cluster.info.name)
-    cost_model = cluster.true_costs
-    instances = [
-        SimInstance(_core(cluster, index, metrics), plan, cost_model, cluster.memory.buckets, clock, detailed=detailed)
-        for index, plan in enumerate(cluster.memory.plan.instances)
-    ]
-    control = None
-    if cluster.config.policy != STATIC:
-        control = build_control(cluster, instances, clock, model_folder)
-    sampler = SimSampler(instances, clock, interval, control)
+    token_times: dict[str, list[float]] | None = {} if detailed else None
+    maker = SimMaker(cluster, metrics, clock, token_times)
+    instances = [maker.make(plan) for plan in cluster.memory.plan.instances]
+    in_force, control = PlanInForce(cluster.memory.plan), None
+    policy = None if cluster.config.policy == STATIC else policy_of(cluster, model_folder)
+    structural: object = policy
+    if isinstance(structural, StructuralPolicy):
+        limits = ServiceLimits(in_force, cluster.resources, lambda: policy)
+        front = SimFront(instances, cluster.info, clock, route=limits.route, max_model_len=limits.max_model_len)
+        in_force.follow(front.reroute)
+    else:
+        front = SimFront(instances, cluster.info, clock)
+    if policy is not None:
+        control = build_control(maker, front, in_force, policy, clock)
+    sampler = SimSampler(front, clock, interval, control)
     overheads = cluster.hardware.overheads
     simulation = Simulation(
-        instances,
+        front,
         clock,
         frontend=Frontend(overheads.request, overheads.prompt_token, overheads.stream),
         control=sampler if interval or control else None,
         linger=SETTLING if control else 0.0,
+        token_times=token_times,
     )
     return BuiltSimulation(simulation, metrics, control, sampler)
-
-
-def _core(cluster: Cluster, index: int, metrics: EngineMetrics) -> EngineCore:
-    memory = cluster.memory
-    instance = memory.plan.instances[index]
-    scheduler, _ = memory.scheduler(instance)
-    return EngineCore(
-        scheduler,
-        cluster.info,
-        None,
-        metrics,
-        salt=assignment_id(instance.layer_precisions),
-        plan_fields=memory.plan_fields(instance, memory.plan.version),
-        index=index,
-        loads=Loads(memory.buckets),
-        cost=cluster.costs.of(instance) if memory.variants else None,
-    )

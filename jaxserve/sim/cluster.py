@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from jaxserve.control.costs import CostModel
+from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import EngineConfig, ModelConfig, MoEConfig
 from jaxserve.core.dequantization import tile_bytes
@@ -27,7 +28,7 @@ from jaxserve.planning.defaults import PLATFORMS, PlatformDefaults
 from jaxserve.planning.memory import COPY_RATES, MemoryPlan, plan_memory, runtime_bytes
 from jaxserve.planning.spec import EngineSpec, dtype_of
 from jaxserve.sim.cost_model import RooflineModel
-from jaxserve.sim.hardware import Hardware
+from jaxserve.sim.hardware import Hardware, Link
 from jaxserve.sim.shape import GROUP, UNIT, ModelShape
 
 GRANULE = 2 << 20  # bytes; as in `kernels.elastic` and in CUDA's virtual memory
@@ -59,6 +60,30 @@ class Cluster:
     def costs(self) -> CostModel:
         """The costs that policies are told."""
         return self.believed_costs or self.true_costs
+
+    @property
+    def resources(self) -> Resources:
+        """The limits of plans, with the costs that policies are told and the rates of the hardware.
+
+        A copy within a device reads and writes its memory.
+        """
+        hardware, link = self.hardware, self._device_link
+        return replace(
+            self.memory.resources(self.copy_rate),
+            costs=self.costs,
+            link_rate=hardware.bandwidth if link is None else link.bandwidth,
+            link_latency=0.0 if link is None else link.latency,
+            memory_rate=hardware.bandwidth / 2,
+        )
+
+    @property
+    def _device_link(self) -> Link | None:
+        """The slowest link between devices that an instance may have; None if there is none."""
+        degree = min(max(2, self.config.degrees.max_tp), self.hardware.devices_per_host + 1)
+        try:
+            return self.hardware.link(0, degree - 1)
+        except ConfigError:
+            return None
 
     @property
     def copy_rate(self) -> float:

@@ -1,26 +1,40 @@
 """The real controller and its policy, ticking in virtual time over simulated instances."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxserve.calibration.sensitivity.order import sensitivity
 from jaxserve.control.controller import Controller
-from jaxserve.control.plan import PlanInForce
+from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
 from jaxserve.control.policies import QualityLoss, load_policy
+from jaxserve.control.policy import Policy
 from jaxserve.control.reconfigure import PlanFacts
 from jaxserve.control.record import Decision
+from jaxserve.control.regrouping import Regrouping
 from jaxserve.control.transitions import Outcome
 from jaxserve.core.clock import Clock
-from jaxserve.engine.step_log import LoggedActuator
-from jaxserve.sim.actuator import Agenda, SimActuator
+from jaxserve.engine.logged_controller import LoggedActuator
+from jaxserve.sim.actuator import SimActuator
 from jaxserve.sim.cluster import Cluster
+from jaxserve.sim.driver import Agenda
+from jaxserve.sim.front import SimFront
 from jaxserve.sim.hardware import Hardware, Link
+from jaxserve.sim.host import SimHost
 from jaxserve.sim.instance import SimInstance
 from jaxserve.sim.links import SharedLinks
+from jaxserve.sim.maker import SimMaker
+from jaxserve.sim.regroup import Pause, SimRegroupActuator
 
 SETTLING = 40.0  # s after the last answer in which layers may return to the plan at the start
 PCIE = "pcie"
+
+
+@dataclass(frozen=True)
+class InstancesSince:
+    """The instances that there were from a time on."""
+
+    time: float  # s
+    instances: tuple[InstancePlan, ...]
 
 
 class SimControl:
@@ -33,14 +47,17 @@ class SimControl:
         self,
         controller: Controller,
         agenda: Agenda,
-        instances: Mapping[str, SimInstance],
+        front: SimFront,
         clock: Clock,
-        actuators: Mapping[str, LoggedActuator],
+        host: SimHost,
+        regrouper: SimRegroupActuator,
     ):
         self.settled_since: float | None = clock.now()
         """The time (s) since which the plan at the start is in force and no transition runs; None if it is not so."""
-        self._controller, self._agenda, self._actuators = controller, agenda, actuators
-        self._instances, self._clock = instances, clock
+        self.sets = [InstancesSince(clock.now(), controller.plan.instances)]
+        """The sets of instances that there were, in order."""
+        self._controller, self._agenda, self._host, self._regrouper = controller, agenda, host, regrouper
+        self._front, self._clock = front, clock
         self._start = self._seen = controller.plan
         self._at_start_plan = True
         self._due = clock.now()
@@ -53,13 +70,26 @@ class SimControl:
         self._agenda.advance()
         if now >= self._due:
             self._due = now + self._controller.interval
-            self._controller.tick(now, {name: instance.snapshot() for name, instance in self._instances.items()})
+            front = self._front
+            self._controller.tick(now, front.snapshots(), front.waiting_room(), front.longest)
             self._track_settling(now)
+
+    def follow(self) -> None:
+        """Take note of the set of instances, which has changed."""
+        plan = self._controller.plan
+        if [instance.name for instance in plan.instances] != [i.name for i in self.sets[-1].instances]:
+            self.sets.append(InstancesSince(self._clock.now(), plan.instances))
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """The outcomes of all transitions that have ended, by instance."""
-        return [outcome for actuator in self._actuators.values() for outcome in actuator.outcomes]
+        """The outcomes of all transitions that have ended, by instance, and then those of regroups."""
+        transitions = [outcome for actuator in self._host.all_actuators for outcome in actuator.outcomes]
+        return transitions + self._regrouper.outcomes
+
+    @property
+    def pauses(self) -> list[Pause]:
+        """The pauses of instances that were regrouped."""
+        return self._regrouper.pauses
 
     @property
     def decisions(self) -> list[Decision]:
@@ -69,41 +99,27 @@ class SimControl:
     def _track_settling(self, now: float) -> None:
         plan = self._controller.plan
         if plan is not self._seen:
-            self._seen, self._at_start_plan = plan, plan.instances == self._start.instances
+            self._seen, self._at_start_plan = plan, _are_equal(plan, self._start)
         if self._controller.busy or not self._at_start_plan:
             self.settled_since = None
         elif self.settled_since is None:
             self.settled_since = now
 
 
-def build_control(
-    cluster: Cluster, instances: Sequence[SimInstance], clock: Clock, model_folder: Path | None
-) -> SimControl:
-    """Return a cluster's controller with the policy of its configuration.
+def build_control(maker: SimMaker, front: SimFront, in_force: PlanInForce, policy: Policy, clock: Clock) -> SimControl:
+    """Return the controller of a cluster's instances, with what carries out its plans.
 
-    Raise `ConfigError` for an unknown policy or a sensitivity profile of another model. Each instance has its own link
-    for weights, because every device of a stage has a link to its host.
+    Each instance has its own link for weights, because every device of a stage has a link to its host.
     """
-    memory, config, hardware = cluster.memory, cluster.config, cluster.hardware
-    resources = replace(memory.resources(cluster.copy_rate), costs=cluster.costs)
-    known = sensitivity(model_folder, cluster.shape.num_layers, memory.variants, None)
-    policy = load_policy(
-        config.policy,
-        resources,
-        known.swap_order,
-        slo_ttft=config.slo_ttft,
-        slo_tpot=config.slo_tpot,
-        max_quality_loss=config.max_quality_loss,
-        loss=None if known.layer_losses is None else QualityLoss(known.layer_losses),
-    )
-    in_force, agenda = PlanInForce(memory.plan), Agenda(clock)
-    facts = PlanFacts(memory.plan_fields, cluster.costs)
-    by_name = dict(zip((plan.name for plan in memory.plan.instances), instances, strict=True))
-    actuators = {
-        name: LoggedActuator(
+    cluster, memory, hardware = maker.cluster, maker.cluster.memory, maker.cluster.hardware
+    agenda, facts, resources = Agenda(clock), PlanFacts(memory.plan_fields, cluster.costs), cluster.resources
+
+    def new_actuator(instance: SimInstance) -> LoggedActuator:
+        return LoggedActuator(
             SimActuator(
-                name,
+                instance.core.name,
                 instance,
+                instance.plan,
                 in_force,
                 clock,
                 agenda,
@@ -114,12 +130,46 @@ def build_control(
                 facts=facts,
                 compile_seconds=hardware.overheads.compile,
                 batch_seconds=hardware.overheads.transition,
-                warm=[("layers", precision) for precision in memory.variants] if config.warmup else (),
+                warm=[("layers", precision) for precision in memory.variants] if cluster.config.warmup else (),
             )
         )
-        for name, instance in by_name.items()
-    }
-    return SimControl(Controller(in_force, policy, resources, actuators), agenda, by_name, clock, actuators)
+
+    host = SimHost(maker, front, resources, clock, new_actuator)
+    regrouping = Regrouping(host, in_force, resources, memory.ledgers, memory.device_entries, facts, clock.now)
+    regrouper = SimRegroupActuator(regrouping, host, front, clock, agenda, host_seconds=hardware.overheads.transition)
+    controller = Controller(in_force, policy, resources, host.actuators, regrouper=regrouper)
+    control = SimControl(controller, agenda, front, clock, host, regrouper)
+    in_force.follow(control.follow)
+    return control
+
+
+def policy_of(cluster: Cluster, model_folder: Path | None) -> Policy:
+    """Return the policy of a cluster's configuration.
+
+    Raise `ConfigError` for an unknown policy or a sensitivity profile of another model.
+    """
+    config, memory = cluster.config, cluster.memory
+    known = sensitivity(model_folder, cluster.shape.num_layers, memory.variants, None)
+    return load_policy(
+        config.policy,
+        cluster.resources,
+        known.swap_order,
+        slo_ttft=config.slo_ttft,
+        slo_tpot=config.slo_tpot,
+        max_quality_loss=config.max_quality_loss,
+        loss=None if known.layer_losses is None else QualityLoss(known.layer_losses),
+    )
+
+
+def _are_equal(plan: Plan, other: Plan) -> bool:
+    """Return whether two plans have the same instances, whatever their names and their order."""
+    if plan.instances == other.instances:
+        return True
+    if {instance.name for instance in plan.instances} == {instance.name for instance in other.instances}:
+        return False
+    nameless = ({replace(instance, name="") for instance in each.instances} for each in (plan, other))
+    first, second = nameless
+    return first == second
 
 
 def _weights_link(hardware: Hardware) -> Link:

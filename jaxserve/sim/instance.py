@@ -3,21 +3,28 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import numpy as np
 
 from jaxserve.control.plan import InstancePlan
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import RequestError
-from jaxserve.core.request import Request, RequestOutput
+from jaxserve.core.request import RequestOutput
 from jaxserve.core.step_load import Loads
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import StepOutput, Work
+from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
+from jaxserve.engine.directory import Entry
 from jaxserve.sim.cost_model import TrueCostModel
 from jaxserve.telemetry import Snapshot
 
 Call = Callable[[], None]
+
+
+def _do_nothing() -> None:
+    """Be called when an instance stops that has stopped already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +91,22 @@ class SimInstance:
         buckets: Buckets,
         clock: Clock,
         *,
-        detailed: bool = False,
+        token_times: dict[str, list[float]] | None = None,
     ):
-        """Start with `plan` in force. With `detailed`, store the times of all tokens by request in `token_times`."""
+        """Start with `plan` in force. The times of all tokens are added to `token_times` by request, if it is given."""
         self.core = core
         self.clock = clock
+        self.plan = plan
         self.wake = inf
         # Called when a request or a call has changed `wake`. The event loop sets it.
         self.on_wake: Callable[[], None] = lambda: None
-        self.token_times: dict[str, list[float]] = {}
-        self._detailed = detailed
+        # Returns the limits on requests as they are now; None: as they were at the start. The owner may set it.
+        self.info: Callable[[], ModelInfo | None] = lambda: None
+        self._token_times = token_times
         self._cost_model, self._loads = cost_model, Loads(buckets)
-        self._inbox: list[Request] = []
+        self._inbox: list[Entry[Any]] = []
         self._calls: list[Call] = []
+        self._when_stopped: Call | None = None  # called when the last dispatched step has ended; None: not stopping
         self._executing: _Step | None = None  # the dispatched step that ends first
         self._queued: _Step | None = None  # the step dispatched after it
         self._run: _SteadyRun | None = None
@@ -104,10 +114,25 @@ class SimInstance:
 
     # -- from outside, at any time
 
-    def submit(self, request: Request) -> None:
+    def submit(self, entry: Entry[Any]) -> None:
         """Accept a request, which the next step to begin may admit."""
-        self._inbox.append(request)
+        self._inbox.append(entry)
         self._interrupt(self.clock.now())
+
+    def stop(self, then: Call) -> None:
+        """Begin no further step until `go_on`, and call `then` when all dispatched steps have ended."""
+        self._when_stopped = then
+        self._interrupt(self.clock.now())
+
+    def go_on(self) -> None:
+        """Begin steps again."""
+        self._when_stopped = None
+        self._interrupt(self.clock.now())
+
+    @property
+    def stopping(self) -> bool:
+        """True between `stop` and `go_on`."""
+        return self._when_stopped is not None
 
     def call(self, function: Call) -> None:
         """Run `function` between two steps, as soon as possible."""
@@ -124,6 +149,7 @@ class SimInstance:
 
     def set_plan(self, plan: InstancePlan) -> None:
         """Use the step times of `plan` from the next step on."""
+        self.plan = plan
         self._step_cost = self._cost_model.of(plan)
 
     def snapshot(self) -> Snapshot:
@@ -154,7 +180,12 @@ class SimInstance:
             for function in step.calls_at_end:
                 function()
             yield from self._finish(step, now)
-        while True:
+        if self._when_stopped is not None:
+            self._executing, self._queued = self._queued, None
+            if self._executing is None:
+                then, self._when_stopped = self._when_stopped, _do_nothing
+                then()
+        while self._when_stopped is None:
             yield from self._run_calls_and_add_requests()
             work = self.core.schedule(now)
             self._executing, self._queued = self._queued, self._dispatch(work, now) if work else None
@@ -166,14 +197,16 @@ class SimInstance:
             self.wake = inf
         else:
             self.wake = self._executing.end
-            self._find_steady_run()
+            if not self.stopping:
+                self._find_steady_run()
 
     def _finish(self, step: _Step, now: float) -> list[RequestOutput]:
         work = step.work
-        if self._detailed:
+        if self._token_times is not None:
             done = (*work.decodes, *(chunk.sequence for chunk in work.chunks if chunk.last))
             for sequence in done:
-                self.token_times.setdefault(sequence.request.id, []).append(now)
+                if not sequence.num_known_inflight:  # otherwise the token will be sampled again
+                    self._token_times.setdefault(sequence.request.id, []).append(now)
         tokens = np.zeros(len(work.decodes) + len(work.chunks), np.int32)
         return self.core.update(work, StepOutput(tokens), now)
 
@@ -181,12 +214,16 @@ class SimInstance:
         # A call may add another call.
         while self._calls:
             self._calls.pop(0)()
-        requests, self._inbox = self._inbox, []
-        for request in requests:
+        entries, self._inbox = self._inbox, []
+        for entry in entries:
             try:
-                self.core.add(request)
+                if entry.state is None:
+                    self.core.add(entry.request, self.info(), accepted=entry.accepted)
+                else:
+                    self.core.attach([entry.state], None, self.clock.now())
             except RequestError as error:
-                yield Refused(request.id, str(error))
+                yield Refused(entry.request.id, str(error))
+            entry.pending, entry.accepted, entry.state = False, True, None
 
     def _dispatch(self, work: Work, now: float) -> _Step:
         start = now + self._cost_model.host if self._queued is None else max(self._queued.end, now)
@@ -216,10 +253,10 @@ class SimInstance:
         count = done - run.done
         if count > 0:
             self.core.repeat(count, run.end(done - 1))
-            if self._detailed:
+            if self._token_times is not None:
                 times = [run.end(index) for index in range(run.done, done)]
                 for sequence in self._executing.work.decodes:
-                    self.token_times[sequence.request.id] += times
+                    self._token_times[sequence.request.id] += times
             run.done = done
             self._executing.end, self._queued.end = run.end(done), run.end(done + 1)
 

@@ -34,7 +34,8 @@ from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.step_log import Arrival, DecisionRecord, Recording, Step, Tick, decision_record, resources_of
+from jaxserve.engine.logged_controller import decision_record
+from jaxserve.engine.step_log import Arrival, DecisionRecord, Recording, Step, Tick, resources_of
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.instance import SimInstance
@@ -323,6 +324,8 @@ def _check(recording: Recording) -> None:
     """Raise `ConfigError` for a run that cannot be replayed."""
     if (instances := len(recording.facts["plan"]["instances"])) > 1:
         raise ConfigError(f"the recorded run has {instances} instances (dp): a replay needs exactly one")
+    if recording.regroups:
+        raise ConfigError(f"the recorded run has {len(recording.regroups)} regroups of instances: a replay needs none")
     if not recording.facts["overlap"]:
         raise ConfigError("the recorded run has no overlapping steps (overlap): a replay needs them")
     for arrival in recording.arrivals:

@@ -1,23 +1,29 @@
 """Samples of the gauges and counters of all instances over virtual time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import inf
+from typing import Protocol
 
 from jaxserve.core.clock import Clock
 from jaxserve.sim.control import SimControl
-from jaxserve.sim.instance import SimInstance
-from jaxserve.telemetry import Snapshot, combine
+from jaxserve.telemetry import Snapshot
 from jaxserve.telemetry.exposition import gauges
 
 MAX_SAMPLES = 20_000  # beyond this, every other sample is dropped and the interval doubles
 
 
+class Sampled(Protocol):
+    """What is sampled: the front of a simulation."""
+
+    def snapshot(self) -> Snapshot:
+        """Return the state of all instances together."""
+        ...
+
+
 class SimSampler:
     """A `simulation.Control` that samples the instances at an interval, and drives a controller if there is one."""
 
-    def __init__(
-        self, instances: Sequence[SimInstance], clock: Clock, interval: float, control: SimControl | None = None
-    ):
+    def __init__(self, instances: Sampled, clock: Clock, interval: float, control: SimControl | None = None):
         """Sample every `interval` seconds; 0 for no samples."""
         self._instances, self._clock, self._control = instances, clock, control
         self._interval = interval or inf
@@ -57,7 +63,7 @@ class SimSampler:
 
     def _sample(self, now: float) -> None:
         self._times.append(now)
-        self._samples.append(values_of(combine([instance.snapshot() for instance in self._instances])))
+        self._samples.append(values_of(self._instances.snapshot()))
         if len(self._times) > MAX_SAMPLES:
             self._times, self._samples = self._times[::2], self._samples[::2]
             self._interval *= 2

@@ -1,32 +1,24 @@
 """The event loop of a simulated cluster, which handles events in the order of their times.
 
-arrival -> frontend -> router -> instance: step, step, ... -> answer
-tick -> controller -> policy -> actuator -> between two steps of an instance
+arrival -> frontend -> directory -> instance: step, step, ... -> answer
+tick -> controller -> policy -> actuator -> between two steps of an instance, or of several
 """
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import count
 from math import inf
 from typing import Protocol
 
 from jaxserve.core.clock import VirtualClock
+from jaxserve.core.errors import RequestError
 from jaxserve.core.request import Request, RequestMetrics
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.scheduler.routing import Route, Router
-from jaxserve.sim.instance import Refused, SimInstance
+from jaxserve.sim.front import InFlight, SimFront, SimRequest as SimRequest
+from jaxserve.sim.instance import Refused
 
-
-@dataclass(frozen=True, slots=True)
-class SimRequest:
-    """A request of the workload: its arrival and its lengths."""
-
-    arrival: float  # s
-    input_tokens: int
-    output_tokens: int
-    prompt: tuple[int, ...] | None = None  # token ids; needed only if prompts share prefixes
+MAX_WAIT = 600.0  # s for which requests wait in front of the instances while nothing else happens but ticks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +27,11 @@ class Answered:
 
     index: int  # in order of arrival, from 0
     request: SimRequest
-    instance: int  # the index of the instance that served it
+    instance: str | None  # the name of the instance that answered; None if it was refused before it had one
     first_token: float | None = None
     last_token: float | None = None
     output_tokens: int = 0
-    token_times: Sequence[float] = ()  # s; empty unless the instances are detailed
+    token_times: Sequence[float] = ()  # s; empty unless the simulation is detailed
     error: str | None = None  # why it was refused
 
 
@@ -67,64 +59,62 @@ class Frontend:
     stream: float = 0.0  # for each answer that the instance is streaming
 
 
-@dataclass(slots=True)
-class _InFlight:
-    index: int
-    request: SimRequest
-    instance: int = -1  # -1 until it is routed
-
-
 class Simulation:
-    """A cluster of instances that share one router."""
+    """A cluster of instances with one front."""
 
     def __init__(
         self,
-        instances: Sequence[SimInstance],
+        front: SimFront,
         clock: VirtualClock,
         *,
         frontend: Frontend | None = None,
         control: Control | None = None,
         linger: float = 0.0,
+        token_times: dict[str, list[float]] | None = None,
     ):
-        """Connect the instances to one router. `control` goes on for `linger` seconds after the last answer."""
-        self.instances = instances
+        """`control` goes on for `linger` seconds after the last answer. `token_times` is that of the instances."""
+        self.front = front
         self._clock, self._frontend = clock, frontend or Frontend()
         self._control, self._linger = control, linger
-        longest = [instance.core.info.max_model_len for instance in instances]
-        self._router = Router(Route(str(index), length) for index, length in enumerate(longest))
+        self._token_times = {} if token_times is None else token_times
         self._order = count()  # of events at equal times
-        # A heap of (time, order, the instance's index or the request that the event is about).
-        self._events: list[tuple[float, int, int | _InFlight]] = []
-        self._due = [inf] * len(instances)  # the time of each instance's valid event; its other events are void
-        self._in_flight: dict[str, _InFlight] = {}
+        # A heap of (time, order, the name of the instance or the request that the event is about).
+        self._events: list[tuple[float, int, str | InFlight]] = []
+        self._due: dict[str, float] = {}  # the time of each instance's valid event; its other events are void
         self._params: dict[int, SamplingParams] = {}  # by output tokens
         self._unshared: tuple[int, ...] = ()
-        for index, instance in enumerate(instances):
-            instance.on_wake = partial(self._schedule, index)
+        front.on_wake = self._schedule
 
     def run(self, requests: Iterable[SimRequest]) -> Iterator[Answered]:
         """Simulate until all requests have ended. Yield the result of each request when it ends."""
         arrivals = enumerate(requests)
         coming = next(arrivals, None)
+        patience = MAX_WAIT
         while True:
             event = self._next_event()
             if coming is not None and coming[1].arrival <= event:
                 index, request = coming
                 due = request.arrival + self._frontend.request + self._frontend.prompt_token * request.input_tokens
-                heapq.heappush(self._events, (due, next(self._order), _InFlight(index, request)))
+                heapq.heappush(self._events, (due, next(self._order), InFlight(index, request)))
                 coming = next(arrivals, None)
                 continue
             tick = inf if self._control is None else self._control.next_event()
-            if tick <= event and (event < inf or tick <= self._clock.time + self._linger):
-                last = self._clock.time if event == inf else None
-                self._clock.time = tick
+            waiting = event == inf and len(self.front.directory) > 0
+            until = self._clock.time + (patience if waiting else self._linger)
+            if tick <= event and (event < inf or tick <= until):
+                last, self._clock.time = self._clock.time, tick
                 self._tick()
-                if last is not None:
+                if waiting:
+                    patience -= tick - last
+                elif event == inf:
                     self._linger -= tick - last
             elif event < inf:
+                patience = MAX_WAIT
                 yield from self._handle_event()
             else:
                 return
+            if self.front.lost:
+                yield from self._take_lost()
 
     # -- events
 
@@ -133,55 +123,60 @@ class Simulation:
         events, due = self._events, self._due
         while events:
             time, _, target = events[0]
-            if not isinstance(target, int) or due[target] == time:
+            if not isinstance(target, str) or due.get(target) == time:
                 return time
             heapq.heappop(events)
         return inf
 
     def _handle_event(self) -> Iterator[Answered]:
         self._clock.time, _, target = heapq.heappop(self._events)
-        if isinstance(target, _InFlight):
-            self._send(target)
+        if isinstance(target, InFlight):
+            try:
+                self._arrive(target)
+            except RequestError as error:
+                yield Answered(target.index, target.request, None, error=str(error))
             return
         self._due[target] = inf
-        for output in self.instances[target].advance():
+        instance = self.front.instances[target]
+        for output in instance.advance():
             if isinstance(output, Refused):
                 yield self._end(output.request_id, output.error, None)
             elif output.finished:
                 yield self._end(output.request_id, None, output.metrics)
+        self.front.leave(instance.core.take_outgrown(), outgrown=True)
         self._schedule(target)
 
     def _tick(self) -> None:
         assert self._control is not None
         self._control.advance()
 
-    def _schedule(self, index: int) -> None:
+    def _schedule(self, name: str) -> None:
         """Add the instance's next event to the heap, if it changed."""
-        wake = self.instances[index].wake
-        if wake != self._due[index]:
-            self._due[index] = wake
+        if name not in self.front.instances:
+            return  # it has ended
+        wake = self.front.instances[name].wake
+        if wake != self._due.get(name, inf):
+            self._due[name] = wake
             if wake < inf:
-                heapq.heappush(self._events, (wake, next(self._order), index))
+                heapq.heappush(self._events, (wake, next(self._order), name))
 
     # -- requests
 
-    def _send(self, sent: _InFlight) -> None:
-        request = sent.request
-        if sent.instance < 0:
-            sent.instance = self._route(request)
-            if delay := self._frontend.stream * self.instances[sent.instance].running:
-                heapq.heappush(self._events, (self._clock.time + delay, next(self._order), sent))
+    def _arrive(self, sent: InFlight) -> None:
+        """Route a request, or give it to its instance after the frontend's delay. Raise `RequestError` if refused."""
+        request_id = str(sent.index)
+        entry = self.front.directory.get(request_id)
+        if entry is None:
+            prompt, params = self._prompt(sent.request), self._sampling(sent.request.output_tokens)
+            request = Request(request_id, prompt, params, arrival=self._clock.time, stream=False)
+            delay = self._frontend.stream and self._frontend.stream * self.front.running_for(request)
+            if delay:
+                request = replace(request, arrival=self._clock.time + delay)
+            entry = self.front.add(request, sent)
+            if delay:
+                heapq.heappush(self._events, (request.arrival, next(self._order), sent))
                 return
-        self._in_flight[str(sent.index)] = sent
-        prompt, params = self._prompt(request), self._sampling(request.output_tokens)
-        self.instances[sent.instance].submit(
-            Request(str(sent.index), prompt, params, arrival=self._clock.time, stream=False)
-        )
-
-    def _route(self, request: SimRequest) -> int:
-        tokens = request.input_tokens
-        name = self._router.take(tokens, tokens + request.output_tokens)
-        return int(name or self._router.take(tokens, 0) or 0)  # any instance refuses a request that is too long
+        self.front.send(entry)
 
     def _prompt(self, request: SimRequest) -> tuple[int, ...]:
         if request.prompt is not None:
@@ -196,16 +191,19 @@ class Simulation:
         return self._params[output_tokens]
 
     def _end(self, request_id: str, error: str | None, times: RequestMetrics | None) -> Answered:
-        sent = self._in_flight.pop(request_id)
-        self._router.ended(str(sent.instance), sent.request.input_tokens)
+        entry = self.front.directory.get(request_id)
+        assert entry is not None
+        name, sent = entry.instance, entry.owner
+        self.front.directory.end(entry)
         if times is None:
-            return Answered(sent.index, sent.request, sent.instance, error=error)
+            return Answered(sent.index, sent.request, name, error=error)
+        token_times = self._token_times.pop(request_id, ())
         return Answered(
-            sent.index,
-            sent.request,
-            sent.instance,
-            times.first_token,
-            times.last_token,
-            sent.request.output_tokens,
-            self.instances[sent.instance].token_times.pop(request_id, ()),
+            sent.index, sent.request, name, times.first_token, times.last_token, sent.request.output_tokens, token_times
         )
+
+    def _take_lost(self) -> Iterator[Answered]:
+        lost, self.front.lost = self.front.lost, []
+        for sent, error in lost:
+            self._token_times.pop(str(sent.index), None)
+            yield Answered(sent.index, sent.request, None, error=error)

@@ -16,8 +16,9 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.step_load import StepLoad
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import StepOutput, Work
+from jaxserve.engine.logged_controller import LoggedController
 from jaxserve.engine.loop import StepLoop
-from jaxserve.engine.step_log import InstanceLog, LoggedController, Recording, StepLog, read_log
+from jaxserve.engine.step_log import InstanceLog, Recording, StepLog, read_log
 from jaxserve.telemetry import Snapshot
 from tests.sim.clusters import LONGEST, PAGE, TILE, cluster
 from tests.support.control import MB, VirtualActuator, home_plan, machine, snapshot
@@ -57,7 +58,7 @@ def path(tmp_path):
 def served(path, *requests: Request, overlap: bool = True) -> Recording:
     """Serve these requests, all added before the first step, and return the log of the engine."""
     clock = VirtualClock(100.0)
-    core = cluster().instances[0].core
+    core = cluster().front.instances["0"].core
     log = StepLog(path, {"model": "small"})
     loop = StepLoop(core, ClockedExecutor(clock), clock, overlap=overlap, log=InstanceLog(log, core, BUCKETS))
     for request in requests:
@@ -107,7 +108,7 @@ def test_step_log_has_the_arrival_and_the_answer_of_every_request(path):
 
 def test_step_log_has_the_steps_of_a_request_that_moves(path):
     clock, log = VirtualClock(100.0), StepLog(path, {})
-    cores = [instance.core for instance in cluster(2).instances]
+    cores = [instance.core for instance in cluster(2).front.instances.values()]
     loops = [StepLoop(core, ClockedExecutor(clock), clock, log=InstanceLog(log, core, BUCKETS)) for core in cores]
     loops[0].add(request("a", 10, 4))
     loops[0].step()
@@ -119,12 +120,14 @@ def test_step_log_has_the_steps_of_a_request_that_moves(path):
     found = read_log(path)
     assert [(step.instance, step.number) for step in found.steps] == [(0, 0), (1, 0), (1, 1), (1, 2)]
     assert [(arrival.id, arrival.instance) for arrival in found.arrivals] == [("a", 0)]
+    assert [tuple(begun) for begun in found.instances] == [(0, "0"), (1, "1")]
+    assert [tuple(moved) for moved in found.moved] == [("a", 1, 0)]
     answer = found.answers["a"]
     assert (answer.instance, answer.tokens, answer.preemptions, answer.first_token) == (1, 4, 0, 111.0)
 
 
 def test_step_log_omits_refused_requests(path):
-    clock, core = VirtualClock(), cluster().instances[0].core
+    clock, core = VirtualClock(), cluster().front.instances["0"].core
     log = StepLog(path, {})
     loop = StepLoop(core, ClockedExecutor(clock), clock, log=InstanceLog(log, core, BUCKETS))
     with pytest.raises(RequestError):
@@ -134,7 +137,7 @@ def test_step_log_omits_refused_requests(path):
 
 
 def test_step_log_has_the_step_of_an_arrival_and_the_plan_of_a_step(path):
-    clock, core = VirtualClock(), cluster().instances[0].core
+    clock, core = VirtualClock(), cluster().front.instances["0"].core
     core.replan(core.salt, Snapshot(kv_pages_total=39, plan_version=1, layers_by_precision={"bfloat16": 2}))
     log = StepLog(path, {})
     loop = StepLoop(core, ClockedExecutor(clock), clock, log=InstanceLog(log, core, BUCKETS))
@@ -153,7 +156,7 @@ def test_step_log_has_the_step_of_an_arrival_and_the_plan_of_a_step(path):
 
 
 def test_step_loop_without_a_log_runs():
-    clock, core = VirtualClock(), cluster().instances[0].core
+    clock, core = VirtualClock(), cluster().front.instances["0"].core
     loop = StepLoop(core, ClockedExecutor(clock), clock)
     loop.add(request("a", 10, 2))
     assert [len(loop.step()) for _ in range(4)] == [0, 1, 1, 0]

@@ -26,7 +26,9 @@ class Cost:
 
 def loop_on(seconds_of: Callable[[Work], float], cost: Cost | None, **options: bool) -> tuple[StepLoop, VirtualClock]:
     clock = VirtualClock()
-    return StepLoop(cluster(cost=cost).instances[0].core, VirtualDevice(clock, seconds_of), clock, **options), clock
+    return StepLoop(
+        cluster(cost=cost).front.instances["0"].core, VirtualDevice(clock, seconds_of), clock, **options
+    ), clock
 
 
 def ask(loop: StepLoop, name: str, prompt: int, answer: int) -> None:

@@ -13,6 +13,7 @@ from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
+from jaxserve.sim.front import SimFront
 from jaxserve.sim.instance import SimInstance
 from jaxserve.sim.simulation import Answered, Control, Frontend, SimRequest, Simulation
 from jaxserve.telemetry import EngineMetrics, Snapshot
@@ -60,7 +61,7 @@ def cluster(
     clock = VirtualClock()
     info = ModelInfo("small", LONGEST, 2**31 - 1, 8, 0, max_queued_requests=max_queued)
     buckets = Buckets(seqs, 4, TILE, 1, (LONGEST // PAGE,))
-    made = []
+    made, token_times = [], {} if detailed else None
     for number, instance in enumerate(plan.instances):
         pool = PagePool(pages, caching=caching, min_pages=LONGEST // PAGE + 1, max_pages=pages)
         scheduler = Scheduler(SchedulerLimits(seqs, 4, TILE, PAGE), pool, PageTable(seqs, LONGEST // PAGE))
@@ -74,8 +75,8 @@ def cluster(
             loads=Loads(buckets),
             cost=cost,
         )
-        made.append(SimInstance(core, instance, Formula(alike), buckets, clock, detailed=detailed))
-    return Simulation(made, clock, frontend=frontend, control=control)
+        made.append(SimInstance(core, instance, Formula(alike), buckets, clock, token_times=token_times))
+    return Simulation(SimFront(made, info, clock), clock, frontend=frontend, control=control, token_times=token_times)
 
 
 def answered(simulation: Simulation, requests: Sequence[SimRequest]) -> list[Answered]:

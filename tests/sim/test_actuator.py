@@ -30,7 +30,8 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
-from jaxserve.sim.actuator import Agenda, SimActuator
+from jaxserve.sim.actuator import SimActuator
+from jaxserve.sim.driver import Agenda
 from jaxserve.sim.hardware import Link
 from jaxserve.sim.links import Priority, SharedLinks
 from jaxserve.telemetry import EngineMetrics
@@ -122,6 +123,7 @@ class World:
             plan.name: SimActuator(
                 plan.name,
                 instance,
+                plan,
                 self.in_force,
                 self.clock,
                 self.agenda,

@@ -69,7 +69,7 @@ def test_a_burst_has_layers_swapped_and_pages_added_and_all_comes_back() -> None
     assert sampled["kv_pages_total"][0] == 60 < max(sampled["kv_pages_total"])
     assert [decision.outcome for decision in built.control.decisions] == ["done"] * len(built.control.decisions)
     assert sampled["plan_version"][-1] > 3
-    instance = built.simulation.instances[0]
+    instance = built.simulation.front.instances["0"]
     assert instance.core.snapshot.kv_pages_total == 60
     assert instance.core.snapshot.layers_by_precision == {"bfloat16": 8}
     last = max(answered.last_token for answered in ended)
@@ -104,7 +104,7 @@ def test_the_policy_is_asked_at_every_tick_and_sees_all_instances(tmp_path: Path
     built = build_simulation(cluster, detailed=False, interval=0.0, model_folder=None)
     list(built.simulation.run(BURST[:3]))
     (resources, order), *ticks = sys.modules["jaxserve_policy_spy"].SEEN
-    assert resources == cluster.memory.resources(cluster.copy_rate)
+    assert resources == cluster.resources
     assert order == (3, 4, 2, 5, 1, 6, 0, 7)
     for name in ("0", "1"):
         times = [time for instance, time in ticks if instance == name]

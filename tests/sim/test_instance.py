@@ -52,10 +52,10 @@ def test_steps_taken_at_once_are_the_steps_one_by_one(drawn, pages, caching):
         assert len(answer.token_times) == answer.request.output_tokens
         assert answer.token_times == pytest.approx(other.token_times, abs=1e-9)
         assert (answer.first_token, answer.last_token) == (answer.token_times[0], answer.token_times[-1])
-    schedulers = [simulation.instances[0].core.scheduler for simulation in (at_once, one_by_one)]
+    schedulers = [simulation.front.instances["0"].core.scheduler for simulation in (at_once, one_by_one)]
     counts = [(s.num_preemptions, s.prefix_hits, s.pages.used) for s in schedulers]
     assert counts[0] == counts[1]
-    snapshots = [simulation.instances[0].core.snapshot for simulation in (at_once, one_by_one)]
+    snapshots = [simulation.front.instances["0"].core.snapshot for simulation in (at_once, one_by_one)]
     assert snapshots[0].steps == snapshots[1].steps
     assert snapshots[0].gap_seconds == pytest.approx(snapshots[1].gap_seconds)
     assert snapshots[0].busy_seconds == pytest.approx(snapshots[1].busy_seconds)
@@ -85,7 +85,7 @@ def test_whoever_looks_sees_what_steps_one_by_one_have_done(drawn, interval):
     for alike in (True, False):
         ticks = Ticks(interval)
         simulation = cluster(alike=alike, control=ticks, cost=Expected())
-        ticks.instances = simulation.instances
+        ticks.instances = list(simulation.front.instances.values())
         answers = answered(simulation, requests(drawn))
         seen.append((ticks.seen, [answer.last_token for answer in answers]))
     (looked, ends), (other, other_ends) = seen
@@ -118,7 +118,7 @@ def test_an_instance_keeps_the_times_of_the_real_step_loop():
     found = answered(simulation, asked)
 
     clock = VirtualClock()
-    core = cluster(cost=Expected()).instances[0].core
+    core = cluster(cost=Expected()).front.instances["0"].core
     loop = StepLoop(core, VirtualDevice(clock, formula_seconds, dispatch_s=Formula().host), clock)
     for number, request in enumerate(asked):
         params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
@@ -133,7 +133,7 @@ def test_an_instance_keeps_the_times_of_the_real_step_loop():
             first = False
     for number, answer in enumerate(found):
         assert answer.token_times == pytest.approx(times[str(number)])
-    simulated = simulation.instances[0].core.snapshot
+    simulated = simulation.front.instances["0"].core.snapshot
     assert core.snapshot.busy_seconds == pytest.approx(simulated.busy_seconds)
     assert core.snapshot.expected_seconds == pytest.approx(simulated.expected_seconds)
 
@@ -154,4 +154,4 @@ def test_pages_of_a_shared_prompt_are_computed_once():
     assert second.first_token - 20.0 < first.first_token
     simulation = cluster(caching=True)
     answered(simulation, asked)
-    assert simulation.instances[0].core.scheduler.prefix_hits == 32 - PAGE
+    assert simulation.front.instances["0"].core.scheduler.prefix_hits == 32 - PAGE

@@ -25,11 +25,11 @@ from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
+from jaxserve.engine.logged_controller import LoggedController
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.step_log import (
     CostsRecord,
     InstanceLog,
-    LoggedController,
     Recording,
     StepLog,
     read_log,
@@ -38,7 +38,8 @@ from jaxserve.engine.step_log import (
 )
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
-from jaxserve.sim.actuator import Agenda, SimActuator
+from jaxserve.sim.actuator import SimActuator
+from jaxserve.sim.driver import Agenda
 from jaxserve.sim.hardware import Link
 from jaxserve.sim.links import SharedLinks
 from jaxserve.sim.recorded import Diverged, RecordedCostModel, replay
@@ -110,6 +111,7 @@ class RecordedEngine(VirtualClock):
         actuator = SimActuator(
             "0",
             LoopInstance(self.loop),
+            plan.instances[0],
             self.in_force,
             Watch(self),
             self.agenda,

@@ -21,11 +21,11 @@ def answers(count: int, *, even: bool, seed: int = 0) -> tuple[Trace, list[Answe
     for number in range(count):
         request = SimRequest(float(arrivals[number]), int(inputs[number]), int(outputs[number]))
         if rng.random() < 0.1:
-            ended.append(Answered(number, request, 0, error=f"too many: {number % 3}"))
+            ended.append(Answered(number, request, None, error=f"too many: {number % 3}"))
             continue
         gaps = np.full(request.output_tokens, 0.05) if even else rng.exponential(0.05, request.output_tokens)
         times = (request.arrival + rng.uniform(0.01, 1) + np.cumsum(gaps)).tolist()
-        ended.append(Answered(number, request, 0, times[0], times[-1], len(times), times))
+        ended.append(Answered(number, request, "0", times[0], times[-1], len(times), times))
     return trace, ended
 
 
@@ -65,7 +65,7 @@ def test_without_answers_there_is_nothing_to_tell() -> None:
 def test_answers_of_one_token_have_no_gaps() -> None:
     trace = Trace.of("t", [0.0], [5], [1])
     columns = RequestColumns(trace)
-    columns.take(Answered(0, SimRequest(0.0, 5, 1), 0, 0.5, 0.5, 1))
+    columns.take(Answered(0, SimRequest(0.0, 5, 1), "0", 0.5, 0.5, 1))
     summary = columns.summary()
     assert summary["mean_ttft_ms"] == summary["mean_e2el_ms"] == 500
     assert summary["mean_tpot_ms"] is summary["max_itl_ms"] is None
@@ -75,7 +75,7 @@ def test_answers_of_one_token_have_no_gaps() -> None:
 def test_reasons_of_failures_are_counted_and_few() -> None:
     columns = RequestColumns(Trace.of("t", np.arange(100.0), [5] * 100, [1] * 100))
     for number in range(100):
-        columns.take(Answered(number, SimRequest(float(number), 5, 1), 0, error=f"reason {number // 2}"))
+        columns.take(Answered(number, SimRequest(float(number), 5, 1), None, error=f"reason {number // 2}"))
     assert columns.reasons["reason 0"] == 2
     assert len(columns.reasons) == MAX_REASONS + 1
     assert sum(columns.reasons.values()) == 100

@@ -8,7 +8,7 @@ from jaxserve.sim import sampler as sampling
 from jaxserve.sim.build import build_simulation
 from jaxserve.sim.sampler import SimSampler, values_of
 from jaxserve.sim.simulation import SimRequest
-from jaxserve.telemetry import Snapshot, combine
+from jaxserve.telemetry import Snapshot
 from tests.sim.machines import CPU, GPU, resolved
 
 REQUESTS = [SimRequest(0.5 * number + 0.49, 100, 30) for number in range(20)]
@@ -18,7 +18,7 @@ def test_samples_are_named_and_counted_as_on_a_metrics_page() -> None:
     built = build_simulation(resolved(GPU, dp=2), detailed=False, interval=0.5)
     list(built.simulation.run(REQUESTS))
     metrics = parse(built.metrics.render().decode()).values
-    sampled = values_of(combine([instance.snapshot() for instance in built.simulation.instances]))
+    sampled = values_of(built.simulation.front.snapshot())
     assert sampled.keys() <= metrics.keys()
     assert sampled["kv_pages_total"] > 0
     gauges = {name: value for name, value in sampled.items() if not name.endswith("_total")}
@@ -48,7 +48,7 @@ def test_looking_changes_nothing() -> None:
 def test_a_long_run_keeps_fewer_samples_further_apart(monkeypatch) -> None:
     monkeypatch.setattr(sampling, "MAX_SAMPLES", 10)
     clock = VirtualClock()
-    sampler = SimSampler([Still()], clock, 1.0)
+    sampler = SimSampler(Still(), clock, 1.0)
     while clock.time < 100:
         sampler.advance()
         clock.time = sampler.next_event()
@@ -60,7 +60,7 @@ def test_a_long_run_keeps_fewer_samples_further_apart(monkeypatch) -> None:
 
 
 class Still:
-    """An instance whose snapshot never changes."""
+    """Instances whose snapshot never changes."""
 
     def snapshot(self) -> Snapshot:
         return Snapshot()

@@ -325,4 +325,4 @@ def replace_lowered_kernels(patch: pytest.MonkeyPatch, kernels: dict) -> None:
 
 def simulated_devices(built: Any) -> Mapping[str, Any]:
     """Return the `SimDevice`s of a simulation, by instance."""
-    return {name: logged._actuator.device for name, logged in built.control._actuators.items()}
+    return {name: logged.wraps.device for name, logged in built.control._host.actuators.items()}

@@ -23,7 +23,7 @@ class TransformSettings:
     """Settings of the policy, in seconds and in shares from 0 to 1. Raise `ConfigError` if one is not allowed."""
 
     hold: float = 2.0  # s without a long request before a merged instance drains
-    release_usage: float = 0.5  # largest share of the KV pages that sequences hold when an instance splits
+    release_usage: float = 0.5  # largest share of the parts' KV pages that sequences hold when an instance splits
     release_horizon: float = 2.0  # s for which usage is assumed to go on rising as it does now
 
     def __post_init__(self) -> None:
@@ -175,23 +175,36 @@ class TransformPolicy:
         """Propose that a merged instance drains, or that it splits, or say what it waits for."""
         quiet = view.time - state.needed[instance.name]
         if quiet < self.settings.hold:
-            return PlanProposal(plan, state)
+            if not instance.draining:
+                return PlanProposal(plan, state)
+            reason = f"instance {instance.name} has a long request again, and takes all requests"
+            return PlanProposal(plan.with_instance(instance.with_draining(False)), state, reason)
         if not instance.draining:
             reason = f"instance {instance.name} has had no long request for {quiet:.1f} s and drains"
             return PlanProposal(plan.with_instance(instance.with_draining(True)), state, reason)
-        seen = _seen(view, instance)
-        trend = (seen.recent.kv_trend or 0.0) if seen.recent is not None else 0.0
-        usage = max(seen.kv_usage, seen.kv_usage + trend * self.settings.release_horizon)
-        if usage > self.settings.release_usage or seen.num_waiting:
-            waiting = f", {seen.num_waiting} waiting" if seen.num_waiting else ""
-            reason = f"instance {instance.name} splits when its KV usage is at most {self.settings.release_usage:.0%}: "
-            return PlanProposal(plan, state, f"{reason}it is {usage:.0%}{waiting}")
         count = self._parts(instance, state, view.longest(instance.name))
         names = new_names(plan, count, state.names)
         whole = instance.with_kv_pages(instance.kv_pages // count * count)
         parts = [self._at_home(part, state) for part in split_plans(whole, names)]
-        reason = f"no long request is left, and {usage:.0%} of the KV of instance {instance.name} is in use"
+        seen, usage = _seen(view, instance), self._usage(view, instance, parts)
+        if usage > self.settings.release_usage or seen.num_waiting:
+            waiting = f", {seen.num_waiting} waiting" if seen.num_waiting else ""
+            reason = (
+                f"instance {instance.name} splits when it uses {self.settings.release_usage:.0%} of its parts' KV, "
+            )
+            return PlanProposal(plan, state, f"{reason}it uses {usage:.0%}{waiting}")
+        reason = f"no long request is left, and instance {instance.name} uses {usage:.0%} of its parts' KV"
         return PlanProposal(_with(plan, (instance,), parts), replace(state, names=names), reason)
+
+    def _usage(self, view: ServiceView, instance: InstancePlan, parts: Sequence[InstancePlan]) -> float:
+        """Return the share of the parts' KV pages that an instance will use, if its usage goes on as it does now.
+
+        The parts have fewer pages than the instance, because each of them has a copy of the weights.
+        """
+        seen = _seen(view, instance)
+        trend = (seen.recent.kv_trend or 0.0) if seen.recent is not None else 0.0
+        rise = max(0.0, trend) * self.settings.release_horizon * seen.kv_pages_total
+        return (seen.kv_pages_used + rise) / sum(part.kv_pages - 1 for part in parts)
 
     def _parts(self, instance: InstancePlan, state: TransformState, longest: int) -> int:
         """Return into how many instances one splits: as many as can each hold the longest request that is left."""
