@@ -49,7 +49,7 @@ class InstanceHost(Protocol):
         """Free what was staged for instances that do not begin."""
         ...
 
-    def open(self, plan: InstancePlan, staged: Any) -> GroupedInstance:
+    def open(self, plan: InstancePlan, staged: Any, undo: ExitStack) -> GroupedInstance:
         """Return a new instance, without requests, on what was staged for it."""
         ...
 
@@ -128,7 +128,10 @@ class Regrouping:
             self.host.discard(staged)
             self.ledgers.replace({OWNER: {}})
             raise
-        yield from self.host.release(ended)
+        try:
+            yield from self.host.release(ended)
+        except Exception:
+            log.exception("%s: it is in force, but what has ended may not have been freed", regroup)
         gone: dict[str, DeviceEntries] = {plan.name: {} for plan in before}
         self.ledgers.replace(gone | {plan.name: self.entries(plan) for plan in regroup.after} | {OWNER: {}})
 
@@ -172,7 +175,7 @@ class Regrouping:
             elif kind is Kind.SPLIT:
                 made, homeless = self._split(ending[0], regroup.after, moves, undo)
             else:
-                made = [self.host.open(plan, staged[plan.name]) for plan in regroup.after]
+                made = [self.host.open(plan, staged[plan.name], undo) for plan in regroup.after]
                 targets = [*made, *map(self.host.instance, others)]
                 for source in ending:
                     homeless += self._copy(source, before, targets, moves)
@@ -193,9 +196,11 @@ class Regrouping:
     ) -> GroupedInstance:
         count, limits = len(members), self.resources.limits_of(plan.tp)
         taken = [moves.take(member.core) for member in members]
-        pages = PagePool.joined(
-            [member.core.scheduler.pages for member in members], min_pages=limits.min_pages, max_pages=limits.max_pages
-        )
+        pools = [member.core.scheduler.pages for member in members]
+        # The longest sequence may need more pages than the members have together. The pool grows to these right after
+        # the merge, and has at least as many from then on, except right before a split.
+        least = min(limits.min_pages, sum(pool.min_pages for pool in pools))
+        pages = PagePool.joined(pools, min_pages=least, max_pages=limits.max_pages)
         whole = self.host.merge(members, plan, pages, undo)
         for index, states in enumerate(taken):
             moves.give(whole.core, states, partial(_joined, count, index), partial(_parted, count))
@@ -214,7 +219,8 @@ class Regrouping:
         without_pages = moves.take(core, sides.recompute, keep_pages=False)
         states = moves.take(core)
         sides.carry_out(pool, requests, lambda pages: self.host.move_pages(whole, pages))
-        pools = pool.parted(count, min_pages=limits.min_pages, max_pages=limits.max_pages)
+        least = min(limits.min_pages, pool.num_pages // count)
+        pools = pool.parted(count, min_pages=least, max_pages=limits.max_pages)
         parts = list(self.host.split(whole, plans, pools, undo))
         for index, part in enumerate(parts):
             own = [state for state in states if sides.sides[state.request.id] == index]

@@ -18,7 +18,13 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import Prompt, TokensPrompt
 from jaxserve.engine.outputs import merge
 from jaxserve.engine.sync_engine import SyncEngine
-from tests.support.internals import assert_no_record_left, references_in, regrouping_of, store_of
+from tests.support.internals import (
+    assert_no_record_left,
+    do_not_pace_copies,
+    references_in,
+    regrouping_of,
+    store_of,
+)
 
 # Four instances of one device each.
 OPTIONS = {
@@ -47,6 +53,7 @@ class Regrouped:
         assert built.control is not None
         self.regrouping = regrouping_of(built)
         built.control.close()  # the test decides
+        do_not_pace_copies(built)  # whose thread makes them
         self.engine = SyncEngine(
             built.loops,
             built.info,
