@@ -210,7 +210,8 @@ def plan_memory(
     config = spec.config
     # On other platforms variants are held in the host's memory, which this budget does not count.
     held = tuple(name for name in spec.variants if name in BITS and spec.platform == "cpu")
-    pinned = PinnedVariants(held, instances=config.dp)
+    cuts = config.degrees.at_once(config.virtual_devices or config.tp * config.dp)
+    pinned = PinnedVariants(held, instances=config.dp, cuts=cuts)
     blocks = {
         block.block: spec.variants if spec.variants and is_layer(block.block) else (block.precision,)
         for block in spec.plan.instances[0].blocks
