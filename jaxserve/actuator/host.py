@@ -111,8 +111,14 @@ class DeviceHost:
                 block.free()
             parts.pools.close()
 
-    def open(self, plan: InstancePlan, staged: Parts) -> StepLoop:
-        return self._maker.make(plan, staged)
+    def open(self, plan: InstancePlan, staged: Parts, undo: ExitStack) -> StepLoop:
+        return self._make(plan, staged, None, undo)
+
+    def _make(self, plan: InstancePlan, parts: Parts, pages: PagePool | None, undo: ExitStack) -> StepLoop:
+        """Return the step loop of a new instance. To undo that, it ends, and its parts stay."""
+        steps = self._maker.make(plan, parts, pages)
+        undo.callback(_end, steps)
+        return steps
 
     # -- merge and split
 
@@ -128,7 +134,7 @@ class DeviceHost:
                 executor.pools.take_over(own)
 
         undo.callback(part)
-        return self._maker.make(plan, Parts(blocks, pools), pages)
+        return self._make(plan, Parts(blocks, pools), pages, undo)
 
     def split(
         self, whole: StepLoop, plans: Sequence[InstancePlan], pages: Sequence[PagePool], undo: ExitStack
@@ -140,7 +146,7 @@ class DeviceHost:
         undo.callback(lambda: executor.pools.take_over(exchange.merge(pools, groups)))
         blocks = self._reload([executor], plans, undo)
         parts = zip(plans, map(Parts, blocks, pools), pages, strict=True)
-        return [self._maker.make(plan, part, own) for plan, part, own in parts]
+        return [self._make(plan, part, own, undo) for plan, part, own in parts]
 
     def _reload(
         self, old: Sequence[BlockExecutor], plans: Sequence[InstancePlan], undo: ExitStack
@@ -234,11 +240,16 @@ class DeviceHost:
     # -- the engine's front
 
     def replace(self, before: Collection[str], after: Mapping[str, StepLoop], homeless: Sequence[RequestState]) -> None:
-        self.front.replace(before, after)
-        self.front.place(homeless)
+        with ExitStack() as undo:
+            actuators = {}
+            for name, steps in after.items():
+                actuators[name] = self._new_actuator(name, steps)
+                undo.callback(actuators[name].close)
+            self.front.replace(before, after, homeless)
+            undo.pop_all()
         ended = {name: (self.instances.pop(name), self.actuators[name]) for name in before}
         self.instances |= after
-        self.actuators |= {name: self._new_actuator(name, steps) for name, steps in after.items()}
+        self.actuators |= actuators
         self._ended |= dict(ended.values())
         self._gone = [name for name in before if name not in after]
 
@@ -262,6 +273,13 @@ class DeviceHost:
 
 def _executor(steps: StepLoop) -> BlockExecutor:
     return cast(BlockExecutor, steps.executor)
+
+
+def _end(steps: StepLoop) -> None:
+    """End an instance that has never served, whose blocks and pools others have."""
+    steps.core.metrics.end()
+    steps.core.close()
+    _executor(steps).end()
 
 
 def _side(executor: BlockExecutor) -> Side:

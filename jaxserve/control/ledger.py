@@ -46,11 +46,13 @@ class DeviceLedgers(Mapping[int, Ledger]):
     """The ledgers of several devices by their index, changed together or not at all. Thread-safe.
 
     Every owner, such as an instance, has entries of its own. A ledger shows their sums: instances may share a device.
+    Those of spare devices are not among these ledgers before an owner has entries there.
     """
 
-    def __init__(self, ledgers: Mapping[int, Ledger]):
-        """The entries that `ledgers` have already belong to no owner, and stay."""
-        self._ledgers, self._lock = dict(ledgers), threading.Lock()
+    def __init__(self, ledgers: Mapping[int, Ledger], spare: Mapping[int, Ledger] | None = None):
+        """The entries that the ledgers have already belong to no owner, and stay. `spare`: those of spare devices."""
+        # Never changed, but replaced, because other threads may be reading it.
+        self._ledgers, self._spare, self._lock = dict(ledgers), dict(spare or {}), threading.Lock()
         self._owned: dict[str, DeviceEntries] = {}
 
     def __getitem__(self, device: int) -> Ledger:
@@ -89,23 +91,28 @@ class DeviceLedgers(Mapping[int, Ledger]):
         """
         with self._lock:
             for device, sums in self._checked_sums(owners).items():
-                self._ledgers[device].update(sums)
+                self._of(device).update(sums)
+                if device in self._spare:
+                    self._ledgers = {**self._ledgers, device: self._spare.pop(device)}
             for owner, entries in owners.items():
                 self._owned[owner] = {device: dict(sizes) for device, sizes in entries.items()}
                 if not entries:
                     del self._owned[owner]
+
+    def _of(self, device: int) -> Ledger:
+        return self._ledgers[device] if device in self._ledgers else self._spare[device]
 
     def _checked_sums(self, owners: Mapping[str, DeviceEntries]) -> dict[int, dict[str, int]]:
         """Return the sums over all owners on each device that changes. Raise `MemoryBudgetError` if they do not fit."""
         before = {owner: self._owned.get(owner, {}) for owner in owners}
         all_sums = {}
         for device in dict.fromkeys(device for side in (before, owners) for each in side.values() for device in each):
-            sums = Counter(self._ledgers[device].entries)
+            sums = Counter(self._of(device).entries)
             for owner, entries in owners.items():
                 sums.subtract(before[owner].get(device, {}))
                 sums.update(entries.get(device, {}))
             try:
-                self._ledgers[device].check(sums)
+                self._of(device).check(sums)
             except MemoryBudgetError as error:
                 raise MemoryBudgetError(f"device {device}: {error}") from None
             all_sums[device] = dict(sums)

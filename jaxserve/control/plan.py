@@ -4,6 +4,7 @@ A plan has instances, which are replicas of the model that serve requests indepe
 stages. A stage has blocks, which run on its devices with tensor parallelism over all of them.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,8 @@ from functools import cached_property
 
 from jaxserve.core.block_names import is_layer, layer_name
 from jaxserve.core.errors import ConfigError, PlanError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,10 @@ class PlanInForce:
 
     def _tell(self) -> None:
         for changed in self._followers:
-            changed()
+            try:
+                changed()
+            except Exception:  # the plan is in force all the same
+                log.exception("the plan has changed, and not all parts of the engine were told")
 
 
 def block_chain(embed: str, layer_precisions: Sequence[str], head: str) -> tuple[BlockPlan, ...]:

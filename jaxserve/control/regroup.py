@@ -125,10 +125,12 @@ def has_same_instances(old: Plan, new: Plan) -> bool:
 def structural_change(old: Plan, new: Plan, resources: Resources) -> StructuralChange:
     """Return the way from a plan to one with other instances.
 
-    Raise `PlanError` if two instances of the new plan have one name or one device, or if an instance differs in what
-    nothing changes.
+    Raise `PlanError` if two instances of the new plan have one name or one device, if one has other blocks than the
+    model or an impossible degree, or if an instance differs in what nothing changes.
     """
     _check_names_and_devices(new)
+    for instance in new.instances:
+        _check_shape(instance, old, resources)
     align: dict[str, InstancePlan] = {}
     finish: dict[str, InstancePlan] = {}
     regroups: list[Regroup] = []
@@ -242,6 +244,20 @@ def _check_names_and_devices(plan: Plan) -> None:
         for index, stage in enumerate(instance.stages):
             if len(set(stage.devices)) < len(stage.devices):
                 raise PlanError(f"instance {instance.name}, stage {index} names a device twice")
+
+
+def _check_shape(instance: InstancePlan, old: Plan, resources: Resources) -> None:
+    """Check that an instance has the model's blocks, on a number of devices that the model was padded for."""
+    blocks = [block.block for block in old.instances[0].blocks]
+    if [block.block for block in instance.blocks] != blocks:
+        raise PlanError(f"instance {instance.name} must have the blocks {blocks[0]} to {blocks[-1]}, in this order")
+    degrees = {stage.tp for present in old.instances for stage in present.stages}
+    for index, stage in enumerate(instance.stages):
+        if resources.devices and not resources.degrees and stage.tp not in degrees:
+            raise PlanError(
+                f"instance {instance.name}, stage {index} has {stage.tp} devices: it must have "
+                f"{_words(sorted(degrees))} (tp, max_tp)"
+            )
 
 
 def _ordered(plan: InstancePlan) -> list[int]:

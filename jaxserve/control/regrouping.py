@@ -50,7 +50,7 @@ class InstanceHost(Protocol):
         """Free what was staged for instances that do not begin."""
         ...
 
-    def open(self, plan: InstancePlan, staged: Any) -> GroupedInstance:
+    def open(self, plan: InstancePlan, staged: Any, undo: ExitStack) -> GroupedInstance:
         """Return a new instance, without requests, on what was staged for it."""
         ...
 
@@ -123,7 +123,7 @@ class Regrouping:
             if kind is not Kind.COPY and self.gradual(before, regroup.after):
                 way = merge_gradually if kind is Kind.MERGE else split_gradually
                 yield from way(self, regroup, before, ended)
-                yield from self._finish(before, regroup.after, ended)
+                yield from self._finish(regroup, before, ended)
                 return
             if kind is Kind.COPY:
                 staged = yield from self.host.stage(regroup.after, self._seconds(before, regroup.after))
@@ -134,18 +134,20 @@ class Regrouping:
             self.host.discard(staged)
             self.ledgers.replace({OWNER: {}})
             raise
-        yield from self._finish(before, regroup.after, ended)
+        yield from self._finish(regroup, before, ended)
 
     def gradual(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> bool:
         """Return whether a merge or a split goes layer by layer, because it would stop its instances for too long."""
         return self._seconds(before, after) > self.longest_stop
 
-    def _finish(
-        self, before: Sequence[InstancePlan], after: Sequence[InstancePlan], ended: Sequence[Any]
-    ) -> Waits[None]:
-        yield from self.host.release(ended)
+    def _finish(self, regroup: Regroup, before: Sequence[InstancePlan], ended: Sequence[Any]) -> Waits[None]:
+        """Free what has ended, and book what the new instances take."""
+        try:
+            yield from self.host.release(ended)
+        except Exception:
+            log.exception("%s: it is in force, but what has ended may not have been freed", regroup)
         gone: dict[str, DeviceEntries] = {plan.name: {} for plan in before}
-        self.ledgers.replace(gone | {plan.name: self.entries(plan) for plan in after} | {OWNER: {}})
+        self.ledgers.replace(gone | {plan.name: self.entries(plan) for plan in regroup.after} | {OWNER: {}})
 
     def _book(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> None:
         """Book what devices take while instances are regrouped beyond what those that end have booked."""
@@ -183,7 +185,7 @@ class Regrouping:
             elif kind is Kind.SPLIT:
                 made, homeless = self._split(ending[0], regroup.after, moves, undo)
             else:
-                made = [self.host.open(plan, staged[plan.name]) for plan in regroup.after]
+                made = [self.host.open(plan, staged[plan.name], undo) for plan in regroup.after]
                 targets = [*made, *map(self.host.instance, others)]
                 for source in ending:
                     homeless += self._copy(source, before, targets, moves)
@@ -210,8 +212,9 @@ class Regrouping:
         count, limits = len(members), self.resources.limits_of(plan.tp)
         taken = [moves.take(member.core) for member in members]
         pools = [member.core.scheduler.pages for member in members]
-        # Fewer pages than the longest sequence needs, until the pool has grown, and again before the next split.
-        least = min(limits.min_pages, sum(pool.num_pages for pool in pools))
+        # The longest sequence may need more pages than the members have together. The pool grows to these right after
+        # the merge, and has at least as many from then on, except right before a split.
+        least = min(limits.min_pages, sum(pool.min_pages for pool in pools))
         pages = PagePool.joined(pools, min_pages=least, max_pages=limits.max_pages)
         whole = self.host.merge(members, plan, pages, undo)
         for index, states in enumerate(taken):

@@ -96,14 +96,16 @@ class RequestMoves:
                 continue
             held = Counter(page for sequence in sequences for page in sequence.pages)
             target = max(able, key=lambda target: target.core.scheduler.pages.available)
-            room = target.core.scheduler.pages.available - len(target.core.scheduler.running)
+            scheduler = target.core.scheduler
+            room = scheduler.pages.available - len(scheduler.running)
+            has_room = len(held) <= room and len(sequences) <= scheduler.table.free_slots
             tokens = sum(sequence.num_computed for sequence in sequences)
-            again = recompute_seconds(target.core.cost, tokens, target.core.scheduler.limits.tile)
-            if not held or len(held) > room or (again is not None and again < copy_seconds(len(held))):
+            again = recompute_seconds(target.core.cost, tokens, scheduler.limits.tile)
+            if not held or not has_room or (again is not None and again < copy_seconds(len(held))):
                 self.give(target.core, self.take(source.core, [request_id], keep_pages=False), None)
                 continue
             states = self.take(source.core, [request_id])
-            moved = self._allocate(target.core.scheduler.pages, held)
+            moved = self._allocate(scheduler.pages, held)
             copy(target, moved)
             back = {new: old for old, new in moved.items()}
             self.give(target.core, states, moved.__getitem__, back.__getitem__)

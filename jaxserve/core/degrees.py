@@ -22,6 +22,11 @@ class Degrees:
         """Return the degrees that only merged instances have."""
         return self.all()[1:]
 
+    def at_once(self, devices: int) -> int:
+        """Return the largest number of different degrees that instances of one stage have at once."""
+        counts = range(1, len(self.all()) + 1)
+        return max((count for count in counts if sum(self.all()[:count]) <= devices), default=1)
+
     def members(self, degree: int) -> int:
         """Return how many instances of the start an instance of this degree takes the place of.
 

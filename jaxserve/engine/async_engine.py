@@ -175,8 +175,10 @@ class AsyncEngine:
     def stopped(self, names: Collection[str]) -> AbstractContextManager[None]:
         return self._instances.stopped(names)
 
-    def replace(self, before: Collection[str], after: Mapping[str, StepLoop]) -> None:
-        self._instances.replace(before, after)
+    def replace(
+        self, before: Collection[str], after: Mapping[str, StepLoop], homeless: Iterable[RequestState] = ()
+    ) -> None:
+        self._instances.replace(before, after, homeless)
 
     def place(self, states: Iterable[RequestState]) -> None:
         self._instances.place(states)

@@ -133,7 +133,10 @@ class InstanceThreads:
                 self._ended.settle(self.loops)
                 self.reroute()
 
-    def replace(self, before: Collection[str], after: Mapping[str, StepLoop]) -> None:
+    def replace(
+        self, before: Collection[str], after: Mapping[str, StepLoop], homeless: Iterable[RequestState] = ()
+    ) -> None:
+        without_home = {state.request.id: state for state in homeless}
         ending = [self._threads[name] for name in before]
         assert all(thread.name in self._stops or not thread.started for thread in ending), "only stopped ones can end"
         with self._directory.lock:
@@ -147,7 +150,10 @@ class InstanceThreads:
                 self._directory.send_again(entry)
                 self._send(entry)
             for entry in lost:
-                self._end(entry, lost_request(entry.request))
+                if state := without_home.get(entry.request.id):
+                    self._directory.leave(state)  # it is sent to an instance at the exit of `stopped`
+                else:
+                    self._end(entry, lost_request(entry.request))
         for thread in ending:
             thread.retire()
             if stop := self._stops.pop(thread.name, None):

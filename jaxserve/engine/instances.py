@@ -35,11 +35,14 @@ class InstanceSet(Protocol):
         """
         ...
 
-    def replace(self, before: Collection[str], after: Mapping[str, StepLoop]) -> None:
-        """End some stopped instances, and add others. Requests have been moved between the cores before.
+    def replace(
+        self, before: Collection[str], after: Mapping[str, StepLoop], homeless: Iterable[RequestState] = ()
+    ) -> None:
+        """End some stopped instances, and add others, or raise and change nothing.
 
-        The new loops first step at the exit of `stopped`. A request of `before` that is neither in a core of the
-        present instances nor given to `place` ends with `EngineFailed`.
+        Requests have been moved between the cores before. The `homeless` ones have left all cores without their pages,
+        and are placed as by `place`. The new loops first step at the exit of `stopped`. Any other request of `before`
+        that is in no core of the present instances, and was not given to `place`, ends with `EngineFailed`.
         """
         ...
 

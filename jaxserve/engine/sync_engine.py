@@ -175,7 +175,10 @@ class SyncEngine:
             self._turn.release()
             self.reroute()
 
-    def replace(self, before: Collection[str], after: Mapping[str, StepLoop]) -> None:
+    def replace(
+        self, before: Collection[str], after: Mapping[str, StepLoop], homeless: Iterable[RequestState] = ()
+    ) -> None:
+        without_home = {state.request.id: state for state in homeless}
         ending = [self._loops[name] for name in before]
         loops = {name: steps for name, steps in self._loops.items() if name not in before} | dict(after)
         ids = {name: tuple(steps.core.request_ids) for name, steps in loops.items()}
@@ -184,7 +187,10 @@ class SyncEngine:
         for steps in after.values():
             steps.wake = self._run_calls
         for entry in lost:
-            self._end(entry, lost_request(entry.request))
+            if state := without_home.get(entry.request.id):
+                self._directory.leave(state)  # it is sent to an instance at the exit of `stopped`
+            else:
+                self._end(entry, lost_request(entry.request))
         self._ended.add(ending)
 
     def place(self, states: Iterable[RequestState]) -> None:

@@ -208,7 +208,7 @@ class BlockStore:
                 return self._held.get(block, precision, self._shardings(block, precision, placement))
             return self._read(block, precision, between)
 
-        with self._existing(block, precision) as copies:
+        with self._existing(block, precision, placement) as copies:
             placed = self._place(placement, shardings, copies, host, copied)
         return placed if tied is None else placed | {"weight": tied.parameters["weight"]}
 
@@ -232,8 +232,13 @@ class BlockStore:
         return block.with_leaves(made)
 
     @contextmanager
-    def _existing(self, block: str, precision: str) -> Iterator[list[tuple[Placement, Mapping[str, Parameter]]]]:
-        """Return the copies of a block on devices, which are not freed meanwhile."""
+    def _existing(
+        self, block: str, precision: str, target: Placement
+    ) -> Iterator[list[tuple[Placement, Mapping[str, Parameter]]]]:
+        """Return the copies of a block on devices, which are not freed meanwhile.
+
+        Those that lie on some of the target's devices come first: their instances are about to end, and serve no more.
+        """
         found: dict[Placement, Reference] = {}
         with self._lock:
             for key, copy in self._copies.items():
@@ -241,7 +246,8 @@ class BlockStore:
                     found[key[2]] = Reference(copy.parameters, partial(self._release, key, copy))
                     copy.references.add(found[key[2]])
         try:
-            yield [(placement, reference.parameters) for placement, reference in found.items()]
+            nearest = sorted(found, key=lambda placement: set(target.devices).isdisjoint(placement.devices))
+            yield [(placement, found[placement].parameters) for placement in nearest]
         finally:
             for reference in found.values():
                 reference.release()

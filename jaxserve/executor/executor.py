@@ -213,11 +213,15 @@ class BlockExecutor:
 
         Blocks that were freed before, and pools that were given up to another instance, are left alone.
         """
-        if self._fused is not None:
-            self._fused.close()
         for loaded in self.blocks:
             loaded.free()
         self.pools.close()
+        self.end()
+
+    def end(self) -> None:
+        """Free what belongs to the executor alone, not its blocks and pools. It cannot be used afterwards."""
+        if self._fused is not None:
+            self._fused.close()
         self.sampler.close()
 
     def _use_stages(self, stages: tuple[Stage, ...]) -> None:

@@ -210,7 +210,8 @@ def plan_memory(
     config = spec.config
     # On other platforms variants are held in the host's memory, which this budget does not count.
     held = tuple(name for name in spec.variants if name in BITS and spec.platform == "cpu")
-    pinned = PinnedVariants(held, instances=config.dp)
+    cuts = config.degrees.at_once(config.virtual_devices or config.tp * config.dp)
+    pinned = PinnedVariants(held, instances=config.dp, cuts=cuts)
     blocks = {
         block.block: spec.variants if spec.variants and is_layer(block.block) else (block.precision,)
         for block in spec.plan.instances[0].blocks
@@ -228,6 +229,7 @@ def plan_memory(
         granule=granule,
         shapes=spec.buckets,
         page_size=config.page_size,
+        devices=spec.devices,
     )
     free = min(room.free for room in rooms_of(spec.plan.instances, limits))
     if config.kv_pages is None and (swap_room := int(SWAP_SHARE * free)) > 0:
@@ -249,10 +251,12 @@ def plan_memory(
 
 
 def _ledgers(plan: Plan, limits: Resources) -> DeviceLedgers:
-    """Return the ledgers of a plan's devices, with the entries of its instances."""
+    """Return the ledgers of all devices, with the entries of a plan's instances."""
     runtime = {"runtime": limits.runtime} if limits.runtime else {}
+    used = limits.device_entries(*plan.instances)
     ledgers = DeviceLedgers(
-        {device: Ledger(limits.budget, runtime) for device in limits.device_entries(*plan.instances)}
+        {device: Ledger(limits.budget, runtime) for device in used},
+        {device: Ledger(limits.budget, runtime) for device in range(limits.devices) if device not in used},
     )
     for instance in plan.instances:
         ledgers.update(instance.name, limits.device_entries(instance))

@@ -29,6 +29,7 @@ class EngineSpec:
     kv_dtype: str
     wanted_len: int  # tokens of the longest sequence that the user asks for
     buckets: Buckets
+    devices: int  # of the machine
 
     @classmethod
     def of(
@@ -55,7 +56,7 @@ class EngineSpec:
             plan = replace(plan, instances=tuple(limited))
         wanted_len = _wanted_len(config, model)
         buckets = _buckets(config, platform, defaults, wanted_len)
-        return cls(config, platform, plan, variants, _kv_dtype(config, model), wanted_len, buckets)
+        return cls(config, platform, plan, variants, _kv_dtype(config, model), wanted_len, buckets, devices)
 
     @property
     def precisions(self) -> tuple[str, ...]:

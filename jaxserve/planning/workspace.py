@@ -45,6 +45,7 @@ class PinnedVariants:
 
     precisions: tuple[str, ...] = ()
     instances: int = 1  # at the start
+    cuts: int = 1  # for different degrees, which instances may need at once; each may be a copy
 
     def share(self, size: int, members: int = 1) -> int:
         """Return the part of a held variant's bytes that an instance bears in the place of `members` instances."""
@@ -153,7 +154,7 @@ class ModelSizes:
             page=len(layers) * sizes.page,
             workspace=max(workspace, int(MAX_MOVED_PAGES * sizes.page * TEMPORARIES_FACTOR)),
             exchange=max(several, *buffers, self._merge_buffer(names, tp)),
-            variants=sum(pinned),
+            variants=self.pinned.cuts * sum(pinned),
         )
 
     def _merge_buffer(self, names: tuple[str, ...], tp: int) -> int:

@@ -126,8 +126,10 @@ def test_bytes_at_a_degree_are_those_of_an_engine_that_starts_with_it(tmp_path: 
         stage = other.plan.instances[0].stages[0]
         assert of_degree(one.plan.instances[0], tp).stages[0].devices == stage.devices
         ours, theirs = (memory.limits.stage_entries(stage) for memory in (one, other))
-        for name in ("weights", "variants", "workspace"):
+        for name in ("weights", "workspace"):
             assert ours.get(name) == theirs.get(name), name
+        # Held variants may be cut for as many degrees as instances have at once.
+        assert ours.get("variants", 0) // one.pinned.cuts == theirs.get("variants", 0) // other.pinned.cuts
         assert one.limits.page_bytes(stage) == other.limits.page_bytes(stage)
         assert one.buckets_of(tp).max_num_seqs == other.buckets.max_num_seqs
 

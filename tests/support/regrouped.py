@@ -20,7 +20,13 @@ from jaxserve.engine.client import Prompt, TokensPrompt
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import merge
 from jaxserve.engine.sync_engine import SyncEngine
-from tests.support.internals import assert_no_record_left, references_in, regrouping_of, store_of
+from tests.support.internals import (
+    assert_no_record_left,
+    do_not_pace_copies,
+    references_in,
+    regrouping_of,
+    store_of,
+)
 
 # Four instances of one device each.
 OPTIONS = {
@@ -48,8 +54,10 @@ class Regrouped:
         self.built: BuiltEngine = build(EngineConfig(model=model, **(OPTIONS | options)))
         built = self.built
         assert built.control is not None
-        self.regrouping = replace(regrouping_of(built), longest_stop=-1.0 if gradual else math.inf)
+        self.regrouping = regrouping_of(built)
+        self.go_gradually(gradual)
         built.control.close()  # the test decides
+        do_not_pace_copies(built)  # whose thread makes them
         self.engine = SyncEngine(
             built.loops,
             built.info,
@@ -68,6 +76,10 @@ class Regrouped:
 
     def close(self) -> None:
         self.engine.close()
+
+    def go_gradually(self, gradual: bool) -> None:
+        """Merge and split layer by layer from now on, or at once."""
+        self.regrouping = replace(self.regrouping, longest_stop=-1.0 if gradual else math.inf)
 
     # -- requests
 
