@@ -194,7 +194,9 @@ class Regrouping:
         count, limits = len(members), self.resources.limits_of(plan.tp)
         taken = [moves.take(member.core) for member in members]
         pages = PagePool.joined(
-            [member.core.scheduler.pages for member in members], min_pages=limits.min_pages, max_pages=limits.max_pages
+            [member.core.scheduler.pages for member in members],
+            min_pages=min(limits.min_pages, plan.kv_pages),  # it may get the pages of the longest sequence afterwards
+            max_pages=limits.max_pages,
         )
         whole = self.host.merge(members, plan, pages, undo)
         for index, states in enumerate(taken):
@@ -214,7 +216,8 @@ class Regrouping:
         without_pages = moves.take(core, sides.recompute, keep_pages=False)
         states = moves.take(core)
         sides.carry_out(pool, requests, lambda pages: self.host.move_pages(whole, pages))
-        pools = pool.parted(count, min_pages=limits.min_pages, max_pages=limits.max_pages)
+        min_pages = min(limits.min_pages, plans[0].kv_pages)
+        pools = pool.parted(count, min_pages=min_pages, max_pages=limits.max_pages)
         parts = list(self.host.split(whole, plans, pools, undo))
         for index, part in enumerate(parts):
             own = [state for state in states if sides.sides[state.request.id] == index]
