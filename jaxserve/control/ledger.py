@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from jaxserve.core.errors import MemoryBudgetError
 
@@ -48,9 +48,12 @@ class DeviceLedgers(Mapping[int, Ledger]):
     Every owner, such as an instance, has entries of its own. A ledger shows their sums: instances may share a device.
     """
 
-    def __init__(self, ledgers: Mapping[int, Ledger]):
-        """The entries that `ledgers` have already belong to no owner, and stay."""
-        self._ledgers, self._lock = dict(ledgers), threading.Lock()
+    def __init__(self, ledgers: Mapping[int, Ledger], new: Callable[[], Ledger] | None = None):
+        """The entries that `ledgers` have already belong to no owner, and stay.
+
+        `new` returns the ledger of a further device, which gets it once something is placed there.
+        """
+        self._ledgers, self._new, self._lock = dict(ledgers), new, threading.Lock()
         self._owned: dict[str, DeviceEntries] = {}
 
     def __getitem__(self, device: int) -> Ledger:
@@ -88,7 +91,10 @@ class DeviceLedgers(Mapping[int, Ledger]):
         Raise `MemoryBudgetError` that names the device if they exceed its budget; then nothing changes.
         """
         with self._lock:
-            for device, sums in self._checked_sums(owners).items():
+            all_sums = self._checked_sums(owners)
+            # Another mapping, because other threads may be reading the old one.
+            self._ledgers = {**self._ledgers, **{device: self._ledger(device) for device in all_sums}}
+            for device, sums in all_sums.items():
                 self._ledgers[device].update(sums)
             for owner, entries in owners.items():
                 self._owned[owner] = {device: dict(sizes) for device, sizes in entries.items()}
@@ -100,13 +106,20 @@ class DeviceLedgers(Mapping[int, Ledger]):
         before = {owner: self._owned.get(owner, {}) for owner in owners}
         all_sums = {}
         for device in dict.fromkeys(device for side in (before, owners) for each in side.values() for device in each):
-            sums = Counter(self._ledgers[device].entries)
+            ledger = self._ledger(device)
+            sums = Counter(ledger.entries)
             for owner, entries in owners.items():
                 sums.subtract(before[owner].get(device, {}))
                 sums.update(entries.get(device, {}))
             try:
-                self._ledgers[device].check(sums)
+                ledger.check(sums)
             except MemoryBudgetError as error:
                 raise MemoryBudgetError(f"device {device}: {error}") from None
             all_sums[device] = dict(sums)
         return all_sums
+
+    def _ledger(self, device: int) -> Ledger:
+        """Return the ledger of a device, a new one if it has none."""
+        if device not in self._ledgers and self._new is not None:
+            return self._new()
+        return self._ledgers[device]

@@ -47,6 +47,7 @@ class Resources:
     page_size: int = 16  # tokens
     max_len: int = 0  # tokens of the longest sequence; 0: as many as the smallest number of KV pages holds
     degrees: tuple[DegreeLimits, ...] = ()  # by degree of tensor parallelism; () if instances are never merged
+    num_devices: int = 0  # of the machine; 0: unknown
     least_pages = Renamed("min_pages")
     most_pages = Renamed("max_pages")
     kept = Renamed("in_place")
@@ -265,6 +266,13 @@ def _check_pages(instance: InstancePlan, resources: Resources) -> None:
 
 
 def _check_devices(instances: tuple[InstancePlan, ...], resources: Resources) -> None:
+    for instance in instances:
+        last = max(instance.devices)
+        if 0 < resources.num_devices <= last:
+            raise PlanError(
+                f"instance {instance.name} is on device {last}: the machine has {resources.num_devices} devices, "
+                "which are numbered from 0"
+            )
     needs = resources.device_bytes(*instances)
     device = max(needs, key=lambda index: needs[index])
     excess = needs[device] - resources.budget

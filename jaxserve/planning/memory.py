@@ -228,6 +228,7 @@ def plan_memory(
         granule=granule,
         shapes=spec.buckets,
         page_size=config.page_size,
+        num_devices=spec.num_devices,
     )
     free = min(room.free for room in rooms_of(spec.plan.instances, limits))
     if config.kv_pages is None and (swap_room := int(SWAP_SHARE * free)) > 0:
@@ -251,9 +252,8 @@ def plan_memory(
 def _ledgers(plan: Plan, limits: Resources) -> DeviceLedgers:
     """Return the ledgers of a plan's devices, with the entries of its instances."""
     runtime = {"runtime": limits.runtime} if limits.runtime else {}
-    ledgers = DeviceLedgers(
-        {device: Ledger(limits.budget, runtime) for device in limits.device_entries(*plan.instances)}
-    )
+    new = partial(Ledger, limits.budget, runtime)
+    ledgers = DeviceLedgers({device: new() for device in limits.device_entries(*plan.instances)}, new)
     for instance in plan.instances:
         ledgers.update(instance.name, limits.device_entries(instance))
     return ledgers

@@ -30,6 +30,7 @@ class EngineSpec:
     kv_dtype: str
     wanted_len: int  # tokens of the longest sequence that the user asks for
     buckets: Buckets
+    num_devices: int  # of the machine, of which instances may use some only later
 
     @classmethod
     def of(
@@ -56,7 +57,7 @@ class EngineSpec:
             plan = replace(plan, instances=tuple(limited))
         wanted_len = _wanted_len(config, model)
         buckets = _buckets(config, platform, defaults, wanted_len)
-        return cls(config, platform, plan, variants, _kv_dtype(config, model), wanted_len, buckets)
+        return cls(config, platform, plan, variants, _kv_dtype(config, model), wanted_len, buckets, devices)
 
     @property
     def precisions(self) -> tuple[str, ...]:
