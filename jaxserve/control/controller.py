@@ -17,6 +17,7 @@ from itertools import count, islice
 from jaxserve.control.diff import diff, diff_all
 from jaxserve.control.instance_controller import Backoff, Failures, InstanceController
 from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
+from jaxserve.control.plan_edits import PlanEdit, PlanEditor
 from jaxserve.control.policy import Policy, ServiceView
 from jaxserve.control.record import Decision, HistorySample, sample
 from jaxserve.control.regroup import has_same_instances
@@ -129,6 +130,15 @@ class Controller:
         changes = [(old, targets[old.name]) for old in plan.instances if old.name in targets]
         remaining = sum(len(diff(old, new, self._resources)) for old, new in changes)
         return Plan(plan.version + remaining, tuple(targets.get(old.name, old) for old in plan.instances))
+
+    @property
+    def regrouping(self) -> bool:
+        """True while the set of instances is changing."""
+        return self._structure.target is not None
+
+    def edited(self, edit: PlanEdit) -> Plan:
+        """Return the plan in force with a change of its instances. Raise `PlanError` if the change is impossible."""
+        return PlanEditor(self._start, self._resources, self._in_force.used_names).edited(self.plan, edit)
 
     @property
     def busy(self) -> bool:

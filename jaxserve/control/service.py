@@ -13,12 +13,13 @@ from jaxserve.control.controller import Controller
 from jaxserve.control.kv_headroom import KVHeadroom
 from jaxserve.control.ledger import DeviceLedgers
 from jaxserve.control.plan import InstancePlan, Plan
+from jaxserve.control.plan_edits import INTO, PlanEdit
 from jaxserve.control.plan_yaml import from_yaml, to_dict, to_yaml
 from jaxserve.control.policy import Policy
 from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import ConfigError, RequestError
+from jaxserve.core.errors import ConfigError, PlanError, RequestError
 from jaxserve.telemetry import ControlState, Snapshot, WaitingRoom, combine
 
 log = logging.getLogger(__name__)
@@ -181,9 +182,30 @@ class ControlPlane:
             plan = from_yaml(yaml_text)
         except ConfigError as error:
             raise RequestError(str(error), field="plan") from error
-        self._change(self._load_policy("manual", target=plan), "manual", "manual", plan)
+        self._set_plan(plan, "a plan")
 
-    def _change(self, policy: Policy, name: str, described: str, plan: Plan | None = None) -> None:
+    def edit_plan(
+        self,
+        action: str,
+        instances: Sequence[str] = (),
+        *,
+        into: int | None = None,
+        devices: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        if self._controller.regrouping:
+            raise PlanError("the set of instances is changing: try again when that is done")
+        chosen = None if devices is None else tuple(devices)
+        edit = PlanEdit(action, tuple(instances), INTO if into is None else into, chosen)
+        plan = self._controller.edited(edit)
+        self._set_plan(plan, str(edit))
+        return to_dict(plan)
+
+    def _set_plan(self, plan: Plan, described: str) -> None:
+        self._change(self._load_policy("manual", target=plan), "manual", "manual", plan, f"{described}, ")
+
+    def _change(
+        self, policy: Policy, name: str, described: str, plan: Plan | None = None, plan_described: str = ""
+    ) -> None:
         """Set another policy, or a plan with the policy that keeps it, and record it.
 
         Each policy has a thread of its own, so that one that never answers does not keep the next one from being asked.
@@ -193,7 +215,7 @@ class ControlPlane:
                 return
             if plan is not None:
                 self._controller.check(plan)
-            change = f"{'' if plan is None else 'a plan, '}policy {self._policy_name} -> {described}"
+            change = f"{plan_described}policy {self._policy_name} -> {described}"
             try:
                 self._controller.change_policy(self._clock.now(), policy, change)
             except ConfigError as error:

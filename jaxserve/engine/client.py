@@ -92,6 +92,22 @@ class ControlClient(Protocol):
         """
         ...
 
+    def edit_plan(
+        self,
+        action: str,
+        instances: Sequence[str] = (),
+        *,
+        into: int | None = None,
+        devices: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """Switch to the policy `manual` with a change of the set of instances as its target, and return this plan.
+
+        `action` is "merge" (two or more `instances`, given by their names), "split" (one of them, into `into`
+        instances, by default 2), "remove", "drain" or "undrain" (one or more), or "add" (on `devices`, by default the
+        first free ones). Raise `PlanError` if it is impossible, or if the instances are changing already.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class TextPrompt:

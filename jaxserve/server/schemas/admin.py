@@ -1,9 +1,10 @@
 """Bodies and responses of the operators' routes. Engines may add fields that are not declared here."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from jaxserve.core.errors import RequestError
 from jaxserve.server.schemas.body import Body, check_fields
 
 
@@ -25,6 +26,23 @@ class PlanDocument(AdminResponse):
 
     version: int
     instances: list[dict]
+
+
+class PlanEditBody(Body):
+    """A change of the set of instances."""
+
+    action: Literal["merge", "split", "add", "remove", "drain", "undrain"]
+    instances: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=1024)] = []  # names
+    into: Annotated[int, Field(ge=2, le=1024)] | None = None  # instances that one is split into; default: 2
+    # Of an instance that is added; default: the first free ones.
+    devices: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=1024)] | None = None
+
+    def check(self) -> None:
+        """Raise RequestError for a field that is unknown, even with --ignore-unknown-fields, or has no effect."""
+        check_fields(self.model_extra or {}, self.__class__.model_fields, {}, ())
+        for field, action in (("into", "split"), ("devices", "add")):
+            if getattr(self, field) is not None and self.action != action:
+                raise RequestError(f"{field} has no effect on {self.action!r}: only {action!r} has it", field=field)
 
 
 class Pages(AdminResponse):
@@ -64,6 +82,13 @@ class Status(AdminResponse):
     slo_ttft: float | None = None
     slo_tpot: float | None = None
     max_quality_loss: float | None = None  # share of full precision's cross-entropy
+
+
+class EditedPlan(AdminResponse):
+    """The plan that the engine is changing to, and the state from which it does."""
+
+    wanted: PlanDocument
+    status: Status
 
 
 class Ledger(AdminResponse):
