@@ -229,14 +229,13 @@ class Controller:
             if self._turn is not turn:  # the policy was changed while it was asked
                 return
         seen = {name: instance.seen for name, instance in self._instances.items()}
-        self._structure.tick(
-            now, ServiceView(now, seen, waiting or WaitingRoom(), longest, self._is_warm), self._instances
-        )
+        room = waiting or WaitingRoom()
+        self._structure.tick(now, ServiceView(now, seen, room, longest, self._is_warm), self._instances)
         if now >= self._sample_due and self._turn is turn:
             self._sample_due = now + HISTORY_INTERVAL
             plan = self.plan
             with self._lock:
-                self.history.append(sample(now, plan, seen, self._resources))
+                self.history.append(sample(now, plan, seen, self._resources, room.count))
 
     def _is_warm(self, plan: InstancePlan) -> bool:
         return self._regrouper is not None and self._regrouper.is_warm(plan)

@@ -96,7 +96,8 @@ class ControlPlane:
         return to_dict(self._controller.plan)
 
     def status(self) -> dict[str, Any]:
-        controller, snapshot = self._controller, combine(list(self._snapshots().values()))
+        controller, snapshots, room = self._controller, self._snapshots(), self._waiting()
+        snapshot = combine(list(snapshots.values()))
         plan, target, fullest = controller.plan, controller.target, self._ledgers.fullest
         shown = _shown(plan)
         layers = [[asdict(b) for b in i.blocks if is_layer(b.block)] for i in shown]
@@ -115,6 +116,13 @@ class ControlPlane:
             "devices": [{"device": device, "used": ledger.used} for device, ledger in self._ledgers.items()],
             "num_instances": len(plan.instances),
             "instances": [instance.name for instance in shown],
+            "instance_states": [_state(instance, snapshots.get(instance.name, Snapshot())) for instance in shown],
+            "waiting_room": {
+                "requests": room.count,
+                "tokens": room.tokens,
+                "longest_tokens": room.longest,
+                "oldest_seconds": room.oldest_wait,
+            },
             "layers": layers,
             "precisions": dict(precisions),
             "kv_pages": {
@@ -281,6 +289,19 @@ def _shown(plan: Plan) -> Sequence[InstancePlan]:
     ((usual, _),) = Counter(instance.layer_precisions for instance in plan.instances).most_common(1)
     by_difference = sorted(enumerate(plan.instances), key=lambda each: each[1].layer_precisions == usual)
     return [instance for _, instance in sorted(by_difference[:MAX_SHOWN_INSTANCES], key=lambda each: each[0])]
+
+
+def _state(instance: InstancePlan, snapshot: Snapshot) -> dict[str, Any]:
+    """Return where an instance runs, and its load."""
+    return {
+        "name": instance.name,
+        "devices": [device for stage in instance.stages for device in stage.devices],
+        "tp": instance.tp,
+        "draining": instance.draining,
+        "running": snapshot.num_running,
+        "waiting": snapshot.num_waiting,
+        "kv_usage": snapshot.kv_usage,
+    }
 
 
 def _plain(snapshot: Snapshot) -> Mapping[str, Any]:

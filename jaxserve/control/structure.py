@@ -140,7 +140,8 @@ class StructureController:
                 self._record(self._decision(now, reason, f"rejected: {error}"))
                 self._fail(now)
             elif cold:
-                self.note = f"{reason}: waits for the programs of devices {', '.join(map(str, cold))}"
+                devices = f"device{'s' if len(cold) > 1 else ''} {', '.join(map(str, cold))}"
+                self.note = f"{reason}: waits for the programs of {devices}"
             elif change is None or not (change.regroups or change.finish):
                 self._state, self.note = state, reason
             else:

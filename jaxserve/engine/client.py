@@ -37,6 +37,8 @@ class ControlClient(Protocol):
           its names; `devices`: [{"device", "used"}, ...] with the bytes used on each device
         - `num_instances`; `instances`: the names of those that are shown, which are at most 16; `layers`: for each of
           these [{"block", "precision"}, ...]; `precisions`: {precision: decoder layers} of all instances
+        - `instance_states`: for each of these {"name", "devices", "tp", "draining", "running", "waiting", "kv_usage"}
+        - `waiting_room`: {"requests", "tokens", "longest_tokens", "oldest_seconds"} of those that no instance can hold
         - `kv_pages`: {"used", "total", "most"} over all instances
         - `snapshot`: the numbers of the latest snapshot
         - `slo_ttft` and `slo_tpot`: seconds; `max_quality_loss`: a share of the cross-entropy; None for a policy
@@ -70,7 +72,8 @@ class ControlClient(Protocol):
         """Return one sample per second of the last 15 minutes after the time `since`, newest last.
 
         Each has `time`, `precisions` ({precision: decoder layers}), `weight_bytes`, `kv_used_bytes`, `kv_free_bytes`,
-        `kv_rounding_bytes` (bytes of the pools without a page), `other_bytes`, `budget`, `waiting`, `running`,
+        `kv_rounding_bytes` (bytes of the pools without a page), `other_bytes`, `budget`, `waiting`, `waiting_room`,
+        `running`,
         `ttft_p95` (s, or None), `tpot` (s, or None) and `kv_usage` (0 to 1). Bytes are sums over all devices. On one
         device, the fields whose names end in `_bytes` add up to its ledger.
         """

@@ -60,6 +60,27 @@ class DeviceUse(AdminResponse):
     used: int
 
 
+class InstanceState(AdminResponse):
+    """Where an instance runs, and its load."""
+
+    name: str
+    devices: list[int]
+    tp: int  # degree of tensor parallelism
+    draining: bool  # new requests go to other instances
+    running: int
+    waiting: int
+    kv_usage: float
+
+
+class Room(AdminResponse):
+    """The requests that no instance can hold now, although one could after a change of the instances."""
+
+    requests: int
+    tokens: int
+    longest_tokens: int
+    oldest_seconds: float
+
+
 class Status(AdminResponse):
     """The current state of the engine, in bytes and in seconds of the engine's clock."""
 
@@ -75,6 +96,8 @@ class Status(AdminResponse):
     devices: list[DeviceUse] = []
     num_instances: int = 1
     instances: list[str] = []  # names of the instances in `layers`: if there are many, not all
+    instance_states: list[InstanceState] = []  # of the same instances
+    waiting_room: Room | None = None
     layers: list[list[PlannedBlock]]
     precisions: dict[str, int] = {}  # decoder layers by precision, over all instances
     kv_pages: Pages
@@ -131,6 +154,7 @@ class Sample(AdminResponse):
     other_bytes: int = 0  # bytes of all other ledger entries
     budget: int
     waiting: int
+    waiting_room: int = 0  # requests that no instance can hold
     running: int
     ttft_p95: float | None = None
     tpot: float | None = None
