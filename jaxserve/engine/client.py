@@ -147,6 +147,7 @@ class ModelInfo:
     max_queued_tokens: int = 1_000_000
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # from generation_config.json
     max_new_tokens: int | None = None  # from generation_config.json; limits every answer over HTTP
+    merged_len: int | None = None  # tokens that an instance of the largest degree can hold, whatever the policy
     instance_len: int | None = None  # tokens that an instance can hold now, if known; at most `max_model_len`
 
 
