@@ -6,8 +6,8 @@ A server runs several instances of a small model with random weights. While shor
 are longer than the KV pages of one device: for the first, two instances merge, for the second all of them. Afterwards
 they split. With `--rounds`, all instances then merge and split by hand this many times, and the time is measured.
 
-Prints what happens, and writes result.json, dashboard.json (what the dashboard shows) and, if there is Chromium,
-dashboard.png. Fails unless every request was answered, instances merged and split, and the policy static refuses the
+Prints what happens, and writes result.json, dashboard.json (what the dashboard shows) and, if there are
+Chromium and playwright, dashboard.png. Fails unless every request was answered, instances merged and split, and the policy static refuses the
 long prompt.
 """
 
@@ -15,11 +15,11 @@ import argparse
 import asyncio
 import json
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     try:
         with signals_as_ctrl_c():
-            faults = _run(options, lambda line: console.print(line, markup=False), console)
+            faults = _run(options, lambda line: console.print(line, markup=False, soft_wrap=True), console)
     except JaxserveError as error:
         console.print(f"error: {error}", style="red", markup=False)
         return 1
@@ -151,10 +151,20 @@ def _save_dashboard(url: str, out: Path) -> None:
     with PlanClient(url, None) as client:
         (out / "dashboard.json").write_text(json.dumps(next(client.events()), indent=1))
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is not None:
-        flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,1500")
-        picture = (f"--screenshot={(out / 'dashboard.png').resolve()}", "--timeout=4000", f"{url}/dashboard")
-        subprocess.run([browser, *flags, *picture], capture_output=True, timeout=60, check=False)
+    if browser is not None and find_spec("playwright") is not None:
+        _save_picture(browser, f"{url}/dashboard", out / "dashboard.png")
+
+
+def _save_picture(browser: str, url: str, file: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox", "--disable-gpu"])
+        page = chromium.new_page(viewport={"width": 1280, "height": 800})
+        page.goto(url)
+        page.wait_for_selector("body[data-state=live]")
+        page.screenshot(path=file, full_page=True, animations="disabled")
+        chromium.close()
 
 
 def _report(console: Console, result: dict[str, Any]) -> None:
