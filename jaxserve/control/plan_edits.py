@@ -90,8 +90,9 @@ class PlanEditor:
         (whole,) = named
         smallest = min(instance.tp for instance in self.start.instances)
         if into < 2 or whole.tp % into or whole.tp // into < smallest:
+            count = f"{whole.tp} device{'s' if whole.tp > 1 else ''}"
             least = f", and an instance has at least {smallest}" if smallest > 1 else ""
-            raise PlanError(f"instance {whole.name} has {whole.tp} devices: it cannot split into {into}{least}")
+            raise PlanError(f"instance {whole.name} has {count}: it cannot split into {into}{least}")
         names = new_names(plan, into, self.used_names)
         return with_instances(plan, named, parts(whole, names, self.start, self.resources))
 
