@@ -228,7 +228,9 @@ def build(
         control = _build_control_plane(maker, policy, load, host, regrouper, in_force)
         metrics.follow_control(control.state)
         if config.warmup:
-            warm.warm_in_background(placements_of(resolved.plan, resolved.degrees[-1]))
+            merged = placements_of(resolved.plan, resolved.degrees[-1])
+            # Those of the start last: only a split needs the programs by which an instance comes back to them.
+            warm.warm_in_background((*merged, *(resolved.plan.instances if merged else ())))
     limits = ServiceLimits(in_force, _resources(resolved, None), lambda: None if control is None else control.policy)
 
     def close() -> None:

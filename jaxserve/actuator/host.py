@@ -173,6 +173,9 @@ class DeviceHost:
 
     # -- merge and split layer by layer (`control.gradual.GradualHost`)
 
+    def leave(self, requests: Sequence[RequestState]) -> None:
+        self.front.place(requests)
+
     def begin_apart(
         self,
         members: Sequence[StepLoop],

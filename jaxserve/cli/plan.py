@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="plan",
-    help="Show and change the plan of a running server: layer precisions and KV pages.",
+    help="Show and change the plan of a running server: its instances, layer precisions and KV pages.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -26,6 +26,8 @@ AdminKey = Annotated[
     typer.Option(help="The server's admin key, if it has one.", envvar="JAXSERVE_ADMIN_KEY", show_default=False),
 ]
 DEFAULT_URL = "http://127.0.0.1:8000"
+Names = Annotated[list[str], typer.Argument(metavar="INSTANCE...", help="Names of instances, as in `plan show`.")]
+Wait = Annotated[bool, typer.Option(help="Wait until the instances have changed, and print the outcome.")]
 
 
 @app.command()
@@ -81,6 +83,59 @@ def change(
 
 
 @app.command()
+def merge(instances: Names, *, wait: Wait = True, url: Url = DEFAULT_URL, admin_key: AdminKey = None) -> None:
+    """Merge instances into one on all of their devices, which holds longer requests. Requests go on."""
+    _edit({"action": "merge", "instances": instances}, wait, url, admin_key)
+
+
+@app.command()
+def split(
+    instance: Annotated[str, typer.Argument(help="Name of the instance, as in `plan show`.")],
+    *,
+    into: Annotated[int, typer.Option(help="Number of instances that it becomes.", min=2)] = 2,
+    wait: Wait = True,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Split an instance into several, each on a part of its devices. Requests go on."""
+    _edit({"action": "split", "instances": [instance], "into": into}, wait, url, admin_key)
+
+
+@app.command()
+def add(
+    *,
+    devices: Annotated[
+        str | None, typer.Option(help="Numbers of its devices, as in 2,3. Default: the first free ones.")
+    ] = None,
+    wait: Wait = True,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Add an instance on devices that no other has, like those at the start of the server."""
+    chosen = {} if devices is None else {"devices": _numbers(devices)}
+    _edit({"action": "add", **chosen}, wait, url, admin_key)
+
+
+@app.command()
+def remove(instances: Names, *, wait: Wait = True, url: Url = DEFAULT_URL, admin_key: AdminKey = None) -> None:
+    """Remove instances, whose requests go on in others, and free their devices."""
+    _edit({"action": "remove", "instances": instances}, wait, url, admin_key)
+
+
+@app.command()
+def drain(
+    instances: Names,
+    *,
+    undo: Annotated[bool, typer.Option("--undo", help="Let the instances take new requests again.")] = False,
+    wait: Wait = True,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Send no new requests to instances, while others can take them."""
+    _edit({"action": "undrain" if undo else "drain", "instances": instances}, wait, url, admin_key)
+
+
+@app.command()
 def watch(
     *,
     count: Annotated[
@@ -115,6 +170,24 @@ def _client(url: str, admin_key: str | None) -> "PlanClient":
     from jaxserve.cli.plan_client import PlanClient
 
     return PlanClient(url, admin_key)
+
+
+def _edit(body: dict[str, Any], wait: bool, url: str, admin_key: str | None) -> None:
+    """Ask for a change of the instances, and wait for its outcome unless that is not wanted."""
+    from jaxserve.cli.plan_wait import PlanWait
+
+    with _client(url, admin_key) as client:
+        answer = client.edit_plan(body)
+        typer.echo(f"accepted: from plan {answer['status']['plan_version']} on, the policy manual decides")
+        if wait:
+            typer.echo(PlanWait(client, answer, typer.echo).outcome())
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"invalid devices {text!r}: give numbers with commas in between, as in 2,3") from None
 
 
 def _policy(source: str) -> dict[str, Any]:

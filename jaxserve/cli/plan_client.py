@@ -48,6 +48,10 @@ class PlanClient:
         text = self._request("GET", "/admin/plan", params={"format": form}).text
         return json.dumps(json.loads(text), indent=2) if form == "json" else text
 
+    def plan_dict(self) -> dict[str, Any]:
+        """Return the plan in force as plain data."""
+        return _mapping(self._request("GET", "/admin/plan", params={"format": "json"}))
+
     def status(self) -> dict[str, Any]:
         """Return the engine's current state."""
         return _mapping(self._request("GET", "/admin/status"))
@@ -63,6 +67,10 @@ class PlanClient:
         """Make the server change to a plan in YAML or JSON, and return its status."""
         content = text.encode()
         return _mapping(self._request("PUT", "/admin/plan", content=content, headers={"content-type": YAML}))
+
+    def edit_plan(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Make the server change its instances. Return the plan that it changes to as `wanted`, and its `status`."""
+        return _mapping(self._request("PATCH", "/admin/plan", json=body))
 
     def set_policy(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Set the policy that decides from now on, and return the server's status.

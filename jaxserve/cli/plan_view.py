@@ -1,5 +1,6 @@
 """Views of a server's plan for a terminal. Text from the server is printed verbatim, never as markup."""
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -141,8 +142,14 @@ def _headline(status: Fields) -> Text:
         (f"   {_state(status)}", "yellow" if status["busy"] else "dim"),
         ("   KV pages ", "dim"),
         f"{pages['used']} of {pages['total']} in use, at most {pages['most']}",
+        (f"   {room} requests wait that no instance can hold" if (room := _in_room(status)) else "", "yellow"),
         (f"   {note}" if (note := status.get("note")) else "", "dim"),
     )
+
+
+def _in_room(status: Fields) -> int:
+    room = status.get("waiting_room")
+    return room["requests"] if room else 0
 
 
 def _state(status: Fields) -> str:
@@ -163,7 +170,9 @@ def _layer_lines(status: Fields) -> list[Text]:
     """Return a line for each of the instances that fit on a screen, with a block for each layer and a legend."""
     lines = []
     shown = status["layers"][:SHOWN_INSTANCES]
-    for layers in shown:
+    states = status.get("instance_states", ())
+    for layers, state in itertools.zip_longest(shown, states[: len(shown)], fillvalue=None):
+        assert layers is not None, "there are at most as many states"
         line = Text.assemble(("layers ", "dim"))
         for layer in layers:
             line.append(*_block_of(layer["precision"]))
@@ -171,6 +180,10 @@ def _layer_lines(status: Fields) -> list[Text]:
         for name, count in counts.items():
             block, colour = _block_of(name)
             line.append(f"  {block} ", colour).append(f"{name} {count}")
+        if state is not None and status["num_instances"] > 1:
+            devices = ", ".join(map(str, state["devices"]))
+            draining = ", draining" if state["draining"] else ""
+            line.append(f"  instance {state['name']} on {devices}{draining}", "dim")
         lines.append(line)
     if (left := status["num_instances"] - len(shown)) > 0:
         layers = ", ".join(f"{name} {count}" for name, count in status["precisions"].items())

@@ -17,6 +17,7 @@ from itertools import count, islice
 from jaxserve.control.diff import diff, diff_all
 from jaxserve.control.instance_controller import Backoff, Failures, InstanceController
 from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
+from jaxserve.control.plan_edits import PlanEdit, PlanEditor
 from jaxserve.control.policy import Policy, ServiceView
 from jaxserve.control.record import Decision, HistorySample, sample
 from jaxserve.control.regroup import has_same_instances
@@ -131,6 +132,15 @@ class Controller:
         return Plan(plan.version + remaining, tuple(targets.get(old.name, old) for old in plan.instances))
 
     @property
+    def regrouping(self) -> bool:
+        """True while the set of instances is changing."""
+        return self._structure.target is not None
+
+    def edited(self, edit: PlanEdit) -> Plan:
+        """Return the plan in force with a change of its instances. Raise `PlanError` if the change is impossible."""
+        return PlanEditor(self._start, self._resources, self._in_force.used_names).edited(self.plan, edit)
+
+    @property
     def busy(self) -> bool:
         """True while a decision is being carried out."""
         structure, instances = self._structure.target, self._instances.values()
@@ -219,14 +229,13 @@ class Controller:
             if self._turn is not turn:  # the policy was changed while it was asked
                 return
         seen = {name: instance.seen for name, instance in self._instances.items()}
-        self._structure.tick(
-            now, ServiceView(now, seen, waiting or WaitingRoom(), longest, self._is_warm), self._instances
-        )
+        room = waiting or WaitingRoom()
+        self._structure.tick(now, ServiceView(now, seen, room, longest, self._is_warm), self._instances)
         if now >= self._sample_due and self._turn is turn:
             self._sample_due = now + HISTORY_INTERVAL
             plan = self.plan
             with self._lock:
-                self.history.append(sample(now, plan, seen, self._resources))
+                self.history.append(sample(now, plan, seen, self._resources, room.count))
 
     def _is_warm(self, plan: InstancePlan) -> bool:
         return self._regrouper is not None and self._regrouper.is_warm(plan)

@@ -7,7 +7,7 @@ Only the first step of a merge and the last one of a split stop instances, and t
 If anything fails, the way is gone back.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
@@ -25,6 +25,10 @@ LAYERS_AT_ONCE = 2  # layers that change between the same two steps
 
 class GradualHost(Protocol):
     """What an `InstanceHost` offers for merges and splits that go layer by layer."""
+
+    def leave(self, requests: Sequence[Any]) -> None:
+        """Find other instances for requests that have left theirs, or let them wait."""
+        ...
 
     def begin_apart(
         self,
@@ -63,13 +67,13 @@ class GradualHost(Protocol):
 def merge_gradually(regrouping: Any, regroup: Regroup, before: Sequence[InstancePlan], ended: list[Any]) -> Waits[None]:
     """Merge instances. The merged one serves from the first rendezvous on."""
     plan, host = regroup.after[0], regrouping.host
-    yield Rendezvous(regroup.before, partial(_begin, regrouping, regroup, before, ended), _no_time)
+    yield Rendezvous(regroup.before, partial(_begin, regrouping, regroup, before, ended))
     done: list[str] = []
     try:
         yield from _change_all(host, plan, done, joint=True)
     except Exception:
         yield from _change_all(host, plan, [], joint=False, layers=done[::-1])
-        yield Rendezvous((plan.name,), partial(_hand_over, regrouping, plan, before, []), _no_time)
+        yield Rendezvous((plan.name,), partial(_hand_over, regrouping, plan, before, []))
         raise
     yield BetweenStepsOf(partial(_join_pages, regrouping, plan), plan.name)
 
@@ -77,11 +81,11 @@ def merge_gradually(regrouping: Any, regroup: Regroup, before: Sequence[Instance
 def split_gradually(regrouping: Any, regroup: Regroup, before: Sequence[InstancePlan], ended: list[Any]) -> Waits[None]:
     """Split an instance. It serves until the last rendezvous."""
     plan, host = before[0], regrouping.host
-    yield Rendezvous((plan.name,), partial(_divide_pages, regrouping, plan, regroup.after), _no_time)
+    yield Rendezvous((plan.name,), partial(_divide_pages, regrouping, plan, regroup.after))
     done: list[str] = []
     try:
         yield from _change_all(host, plan, done, joint=False)
-        yield Rendezvous((plan.name,), partial(_hand_over, regrouping, plan, regroup.after, ended), _no_time)
+        yield Rendezvous((plan.name,), partial(_hand_over, regrouping, plan, regroup.after, ended))
     except Exception:
         yield from _change_all(host, plan, [], joint=True, layers=done[::-1])
         yield BetweenStepsOf(partial(_join_pages, regrouping, plan), plan.name)
@@ -167,7 +171,7 @@ def _divide_pages(regrouping: Any, plan: InstancePlan, after: Sequence[InstanceP
     finally:
         core.attach(states, lambda page: page, now)
         core.attach([*again, *([] if isinstance(core.scheduler.pages, DividedPool) else homeless)], None, now)
-    host.front.place(homeless)
+    host.leave(homeless)
 
 
 def _join_pages(regrouping: Any, plan: InstancePlan) -> None:
@@ -189,6 +193,3 @@ def _joined(count: int, index: int, page: int) -> int:
 
 def _parted(count: int, page: int) -> int:
     return page // count
-
-
-_no_time: Callable[[], float] = lambda: 0.0  # noqa: E731

@@ -75,23 +75,27 @@ def movement(
     for plan in after:
         for stage in plan.stages:
             weights.move(stage)
-    links, exchanged, chunk, calls = weights.links, Counter[int](), Counter[int](), weights.calls
-    if kind is not Kind.COPY and groups:
-        members = before if kind is Kind.MERGE else after
-        calls += _exchange_heads(members, groups, resources, links, exchanged, chunk)
+    members = {Kind.MERGE: before, Kind.SPLIT: after}.get(kind, ())
+    kv = kv_movement(members, groups, resources)
     old, new = resources.device_bytes(*before), resources.device_bytes(*after)
-    change = {device: new.get(device, 0) - old.get(device, 0) for device in {**old, **new}}
-    peak = {device: weights.largest[device] + chunk[device] for device in {**old, **new}}
     return Movement(
         dict(weights.kept),
-        dict(exchanged),
-        dict(links),
+        kv.exchanged,
+        dict(weights.links + Counter(kv.links)),
         dict(weights.host),
-        change,
-        peak,
-        calls,
+        change={device: new.get(device, 0) - old.get(device, 0) for device in {**old, **new}},
+        peak={device: weights.largest[device] + kv.peak.get(device, 0) for device in {**old, **new}},
+        calls=weights.calls + kv.calls,
         weights_first=kind is not Kind.SPLIT,
     )
+
+
+def kv_movement(members: Sequence[InstancePlan], groups: int, resources: Resources) -> Movement:
+    """Return what the KV of instances moves that merge, or into which one splits: see `movement` for `groups`."""
+    links, exchanged, chunk, calls = Counter[Link](), Counter[int](), Counter[int](), 0
+    if members and groups:
+        calls = _exchange_heads(members, groups, resources, links, exchanged, chunk)
+    return Movement(exchanged=dict(exchanged), links=dict(links), peak=dict(chunk), calls=calls)
 
 
 class _Weights:

@@ -175,6 +175,7 @@ class PlanInForce:
         self._lock = threading.Lock()
         self._version = plan.version
         self._instances = {instance.name: instance for instance in plan.instances}
+        self._names = set(self._instances)
         self._plan = plan
         self._followers: list[Callable[[], None]] = []
 
@@ -189,6 +190,12 @@ class PlanInForce:
             if self._plan.version != self._version:
                 self._plan = Plan(self._version, tuple(self._instances.values()))
             return self._plan
+
+    @property
+    def used_names(self) -> frozenset[str]:
+        """The names of all instances that there have been."""
+        with self._lock:
+            return frozenset(self._names)
 
     @property
     def version(self) -> int:
@@ -206,6 +213,7 @@ class PlanInForce:
             kept = [instance for name, instance in self._instances.items() if name not in before]
             place = len(kept) if position is None else position
             self._instances = {instance.name: instance for instance in (*kept[:place], *after, *kept[place:])}
+            self._names.update(self._instances)
             self._version += 1
             version = self._version
         self._tell()

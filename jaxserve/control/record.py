@@ -41,9 +41,12 @@ class HistorySample:
     ttft_p95: float | None  # s, of the instance where it is longest
     tpot: float | None  # s, of the instance where it is longest
     kv_usage: float  # share of the KV pages of all instances that sequences hold
+    waiting_room: int = 0  # requests that no instance can hold
 
 
-def sample(now: float, plan: Plan, seen: Mapping[str, Snapshot], resources: Resources) -> HistorySample:
+def sample(
+    now: float, plan: Plan, seen: Mapping[str, Snapshot], resources: Resources, waiting_room: int = 0
+) -> HistorySample:
     """Return a sample at time `now` (s), from smoothed snapshots of all instances by name and the plan in force."""
     snapshots = seen.values()
     precisions: Counter[str] = Counter()
@@ -72,4 +75,5 @@ def sample(now: float, plan: Plan, seen: Mapping[str, Snapshot], resources: Reso
         ttft_p95=max((r.ttft_p95 for r in recent if r.ttft_p95 is not None), default=None),
         tpot=max((r.tpot for r in recent if r.tpot is not None), default=None),
         kv_usage=pages_used / pages_total if pages_total > 0 else 0.0,
+        waiting_room=waiting_room,
     )

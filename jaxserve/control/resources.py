@@ -4,7 +4,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import inf
 
 from jaxserve.control.costs import CostModel
 from jaxserve.control.degree_limits import DegreeLimits
@@ -49,8 +48,7 @@ class Resources:
     page_size: int = 16  # tokens
     max_len: int = 0  # tokens of the longest sequence; 0: as many as the smallest number of KV pages holds
     degrees: tuple[DegreeLimits, ...] = ()  # by degree of tensor parallelism; () if instances are never merged
-    # Number of the machine's devices, which plans name by their indices; 0 if it is unknown. No part of equality.
-    devices: int = field(default=0, compare=False)
+    num_devices: int = 0  # of the machine; 0: unknown
     least_pages = Renamed("min_pages")
     most_pages = Renamed("max_pages")
     kept = Renamed("in_place")
@@ -272,10 +270,11 @@ def _check_pages(instance: InstancePlan, resources: Resources) -> None:
 
 def _check_devices(instances: tuple[InstancePlan, ...], resources: Resources) -> None:
     for instance in instances:
-        unknown = sorted(device for device in instance.devices if not 0 <= device < (resources.devices or inf))
-        if unknown:
+        last = max(instance.devices)
+        if 0 < resources.num_devices <= last:
             raise PlanError(
-                f"instance {instance.name} is on device {unknown[0]}: the devices are 0 to {resources.devices - 1}"
+                f"instance {instance.name} is on device {last}: the machine has {resources.num_devices} devices, "
+                "which are numbered from 0"
             )
     needs = resources.device_bytes(*instances)
     device = max(needs, key=lambda index: needs[index])

@@ -13,12 +13,13 @@ from jaxserve.control.controller import Controller
 from jaxserve.control.kv_headroom import KVHeadroom
 from jaxserve.control.ledger import DeviceLedgers
 from jaxserve.control.plan import InstancePlan, Plan
+from jaxserve.control.plan_edits import INTO, PlanEdit
 from jaxserve.control.plan_yaml import from_yaml, to_dict, to_yaml
 from jaxserve.control.policy import Policy
 from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import ConfigError, RequestError
+from jaxserve.core.errors import ConfigError, PlanError, RequestError
 from jaxserve.telemetry import ControlState, Snapshot, WaitingRoom, combine
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,8 @@ class ControlPlane:
         return to_dict(self._controller.plan)
 
     def status(self) -> dict[str, Any]:
-        controller, snapshot = self._controller, combine(list(self._snapshots().values()))
+        controller, snapshots, room = self._controller, self._snapshots(), self._waiting()
+        snapshot = combine(list(snapshots.values()))
         plan, target, fullest = controller.plan, controller.target, self._ledgers.fullest
         shown = _shown(plan)
         layers = [[asdict(b) for b in i.blocks if is_layer(b.block)] for i in shown]
@@ -114,6 +116,13 @@ class ControlPlane:
             "devices": [{"device": device, "used": ledger.used} for device, ledger in self._ledgers.items()],
             "num_instances": len(plan.instances),
             "instances": [instance.name for instance in shown],
+            "instance_states": [_state(instance, snapshots.get(instance.name, Snapshot())) for instance in shown],
+            "waiting_room": {
+                "requests": room.count,
+                "tokens": room.tokens,
+                "longest_tokens": room.longest,
+                "oldest_seconds": room.oldest_wait,
+            },
             "layers": layers,
             "precisions": dict(precisions),
             "kv_pages": {
@@ -181,9 +190,30 @@ class ControlPlane:
             plan = from_yaml(yaml_text)
         except ConfigError as error:
             raise RequestError(str(error), field="plan") from error
-        self._change(self._load_policy("manual", target=plan), "manual", "manual", plan)
+        self._set_plan(plan, "a plan")
 
-    def _change(self, policy: Policy, name: str, described: str, plan: Plan | None = None) -> None:
+    def edit_plan(
+        self,
+        action: str,
+        instances: Sequence[str] = (),
+        *,
+        into: int | None = None,
+        devices: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        if self._controller.regrouping:
+            raise PlanError("the set of instances is changing: try again when that is done")
+        chosen = None if devices is None else tuple(devices)
+        edit = PlanEdit(action, tuple(instances), INTO if into is None else into, chosen)
+        plan = self._controller.edited(edit)
+        self._set_plan(plan, str(edit))
+        return to_dict(plan)
+
+    def _set_plan(self, plan: Plan, described: str) -> None:
+        self._change(self._load_policy("manual", target=plan), "manual", "manual", plan, f"{described}, ")
+
+    def _change(
+        self, policy: Policy, name: str, described: str, plan: Plan | None = None, plan_described: str = ""
+    ) -> None:
         """Set another policy, or a plan with the policy that keeps it, and record it.
 
         Each policy has a thread of its own, so that one that never answers does not keep the next one from being asked.
@@ -193,7 +223,7 @@ class ControlPlane:
                 return
             if plan is not None:
                 self._controller.check(plan)
-            change = f"{'' if plan is None else 'a plan, '}policy {self._policy_name} -> {described}"
+            change = f"{plan_described}policy {self._policy_name} -> {described}"
             try:
                 self._controller.change_policy(self._clock.now(), policy, change)
             except ConfigError as error:
@@ -259,6 +289,19 @@ def _shown(plan: Plan) -> Sequence[InstancePlan]:
     ((usual, _),) = Counter(instance.layer_precisions for instance in plan.instances).most_common(1)
     by_difference = sorted(enumerate(plan.instances), key=lambda each: each[1].layer_precisions == usual)
     return [instance for _, instance in sorted(by_difference[:MAX_SHOWN_INSTANCES], key=lambda each: each[0])]
+
+
+def _state(instance: InstancePlan, snapshot: Snapshot) -> dict[str, Any]:
+    """Return where an instance runs, and its load."""
+    return {
+        "name": instance.name,
+        "devices": [device for stage in instance.stages for device in stage.devices],
+        "tp": instance.tp,
+        "draining": instance.draining,
+        "running": snapshot.num_running,
+        "waiting": snapshot.num_waiting,
+        "kv_usage": snapshot.kv_usage,
+    }
 
 
 def _plain(snapshot: Snapshot) -> Mapping[str, Any]:

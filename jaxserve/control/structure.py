@@ -2,7 +2,7 @@
 
     policy -> structural change -> align the instances that end -> regroup -> finish the new ones
 
-Instances that take part are held meanwhile: their own control asks no policy about them. All others go on.
+A change whose programs are not compiled yet waits for them. Instances that take part are held meanwhile: their own control asks no policy about them. All others go on.
 """
 
 import logging
@@ -44,7 +44,7 @@ class RegroupActuator(Protocol):
         ...
 
     def is_warm(self, plan: Any) -> bool:
-        """Return whether all programs are compiled that an instance with this plan runs."""
+        """Return whether all programs are compiled that an instance with this plan runs; if not, begin to do so."""
         ...
 
 
@@ -99,7 +99,6 @@ class StructureController:
         validate(plan, self._resources)
         if self._actuator is None:
             raise PlanError("the instances of this engine cannot change")
-        self._check_warm(plan)
 
     def tick(self, now: float, view: ServiceView, instances: Mapping[str, InstanceController]) -> None:
         """Carry on with the change under way, or ask the policy if there is none."""
@@ -112,10 +111,15 @@ class StructureController:
     # -- decisions
 
     def _decide(self, now: float, policy: Any, view: ServiceView, instances: Mapping[str, InstanceController]) -> None:
-        """Ask the policy, and begin the change that it wants. Errors are treated as in `InstanceController`."""
+        """Ask the policy, and begin the change that it wants. Errors are treated as in `InstanceController`.
+
+        A change that waits for programs does not begin: the policy is asked again at the next tick, and may want
+        something else by then.
+        """
         plan = self._in_force.plan
         self._asked = asked = object()
         reason, error, change, wanted = "the policy failed", "", None, plan
+        cold: list[int] = []
         try:
             proposal = policy.restructure(view, plan, self._state)
             reason, wanted, state = proposal.reason, proposal.plan, proposal.state
@@ -123,6 +127,7 @@ class StructureController:
                 change = structural_change(plan, wanted, self._resources)
                 if not has_same_instances(plan, wanted):
                     self.check(wanted)
+                    cold = self._devices_without_programs(wanted)
         except PlanError as refused:
             error = str(refused)
         except Exception as failure:
@@ -134,20 +139,26 @@ class StructureController:
             if error:
                 self._record(self._decision(now, reason, f"rejected: {error}"))
                 self._fail(now)
+            elif cold:
+                devices = f"device{'s' if len(cold) > 1 else ''} {', '.join(map(str, cold))}"
+                self.note = f"{reason}: waits for the programs of {devices}"
             elif change is None or not (change.regroups or change.finish):
                 self._state, self.note = state, reason
             else:
                 self._begin(now, reason, wanted, change, state, instances)
 
-    def _check_warm(self, plan: Plan) -> None:
-        """Raise `PlanError` if programs of instances that would begin are not compiled."""
+    def _devices_without_programs(self, plan: Plan) -> list[int]:
+        """Return the devices of instances that would begin and whose programs are still being compiled."""
         assert self._actuator is not None
         there = {instance.name: instance for instance in self._in_force.plan.instances}
-        for instance in plan.instances:
-            old = there.get(instance.name)
-            if (old is None or not old.same_place(instance)) and not self._actuator.is_warm(instance):
-                devices = ", ".join(map(str, sorted(instance.devices)))
-                raise PlanError(f"instance {instance.name}: programs for devices {devices} are still being compiled")
+        beginning = [
+            instance
+            for instance in plan.instances
+            if (old := there.get(instance.name)) is None or not old.same_place(instance)
+        ]
+        # All are asked about, so that the programs of all are compiled.
+        cold = [instance for instance in beginning if not self._actuator.is_warm(instance)]
+        return sorted({device for instance in cold for device in instance.devices})
 
     def _begin(
         self,

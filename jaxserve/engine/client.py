@@ -37,6 +37,8 @@ class ControlClient(Protocol):
           its names; `devices`: [{"device", "used"}, ...] with the bytes used on each device
         - `num_instances`; `instances`: the names of those that are shown, which are at most 16; `layers`: for each of
           these [{"block", "precision"}, ...]; `precisions`: {precision: decoder layers} of all instances
+        - `instance_states`: for each of these {"name", "devices", "tp", "draining", "running", "waiting", "kv_usage"}
+        - `waiting_room`: {"requests", "tokens", "longest_tokens", "oldest_seconds"} of those that no instance can hold
         - `kv_pages`: {"used", "total", "most"} over all instances
         - `snapshot`: the numbers of the latest snapshot
         - `slo_ttft` and `slo_tpot`: seconds; `max_quality_loss`: a share of the cross-entropy; None for a policy
@@ -70,7 +72,8 @@ class ControlClient(Protocol):
         """Return one sample per second of the last 15 minutes after the time `since`, newest last.
 
         Each has `time`, `precisions` ({precision: decoder layers}), `weight_bytes`, `kv_used_bytes`, `kv_free_bytes`,
-        `kv_rounding_bytes` (bytes of the pools without a page), `other_bytes`, `budget`, `waiting`, `running`,
+        `kv_rounding_bytes` (bytes of the pools without a page), `other_bytes`, `budget`, `waiting`, `waiting_room`,
+        `running`,
         `ttft_p95` (s, or None), `tpot` (s, or None) and `kv_usage` (0 to 1). Bytes are sums over all devices. On one
         device, the fields whose names end in `_bytes` add up to its ledger.
         """
@@ -89,6 +92,22 @@ class ControlClient(Protocol):
         """Switch to the policy `manual` with a plan as its target.
 
         Raise `RequestError` or `PlanError` if the plan is malformed, cannot be reached, or exceeds the budget.
+        """
+        ...
+
+    def edit_plan(
+        self,
+        action: str,
+        instances: Sequence[str] = (),
+        *,
+        into: int | None = None,
+        devices: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """Switch to the policy `manual` with a change of the set of instances as its target, and return this plan.
+
+        `action` is "merge" (two or more `instances`, given by their names), "split" (one of them, into `into`
+        instances, by default 2), "remove", "drain" or "undrain" (one or more), or "add" (on `devices`, by default the
+        first free ones). Raise `PlanError` if it is impossible, or if the instances are changing already.
         """
         ...
 
@@ -128,6 +147,7 @@ class ModelInfo:
     max_queued_tokens: int = 1_000_000
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # from generation_config.json
     max_new_tokens: int | None = None  # from generation_config.json; limits every answer over HTTP
+    merged_len: int | None = None  # tokens that an instance of the largest degree can hold, whatever the policy
     instance_len: int | None = None  # tokens that an instance can hold now, if known; at most `max_model_len`
 
 

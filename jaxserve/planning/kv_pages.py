@@ -16,7 +16,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.kv_layout import segments_for
 from jaxserve.core.numeric import ceil_div
 from jaxserve.planning.rooms import Room, check_pools, check_room, rooms_of
-from jaxserve.planning.spec import STATIC, EngineSpec
+from jaxserve.planning.spec import EngineSpec, changes_layers
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class _Merged:
             useful = self.members * reserved
         elif config.kv_pages is not None:
             spare -= self.room.budget - taken
-        fitting = [spare] if config.policy == STATIC else [spare, spare + self.room.freeable]
+        fitting = [spare, spare + self.room.freeable] if changes_layers(config) else [spare]
         return [min(useful, size // self.room.page) for size in fitting]
 
 
@@ -188,7 +188,7 @@ def _start_and_reserved(spec: EngineSpec, rooms: Sequence[Room], starts: Sequenc
     """
     config, useful = spec.config, _useful_pages(spec, 1)
     pages, reserved = _pages_and_max_pages(config, min(useful, *(room.free // room.page for room in starts)))
-    if config.max_kv_pages is None and config.policy != STATIC:
+    if config.max_kv_pages is None and changes_layers(config):
         reserved = max(reserved, min(useful, _most_pages(config, rooms, pages)))
     return pages, reserved
 

@@ -21,7 +21,7 @@ from jaxserve.core.step_shapes import Buckets
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.planning.kv_pages import with_kv_pages, within_start
 from jaxserve.planning.rooms import rooms_of
-from jaxserve.planning.spec import STATIC, EngineSpec
+from jaxserve.planning.spec import MANUAL, EngineSpec, changes_layers
 from jaxserve.planning.workspace import DegreeSizes, ModelSizes, PinnedVariants
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.telemetry import Snapshot
@@ -38,7 +38,6 @@ XLA_COMPILER = 400_000_000  # bytes that compiling products takes for a time
 VARIANTS = 50_000_000  # bytes for making and warming variants of layers
 XLA_SAMPLER = 6_100_000  # bytes for one step shape where XLA samples: sorts are large programs
 PROGRAMS = 3  # programs per step shape besides those of the layers
-POLICIES_WITHOUT_FORESIGHT = (STATIC, "manual")
 
 # Share of the memory for KV pages that the swap buffer may take. Larger batches of layers wait for fewer steps: on a
 # large device 2 % hold 10 to 20 layers of an 8B model, and on a small one a single layer is more than that.
@@ -190,7 +189,8 @@ def _program_bytes(spec: EngineSpec, model: ModelConfig, degree: int) -> int:
     config, shapes = spec.config, spec.buckets.times(spec.config.degrees.members(degree)).all()
     kinds = {(model.is_sparse(layer), model.window(layer)) for layer in range(model.num_layers)}
     programs = PROGRAMS + config.pp * len(kinds) * len(spec.precisions)
-    assignments = 1 if config.policy in POLICIES_WITHOUT_FORESIGHT else 1 + MAX_FORESEEN
+    foresees = changes_layers(config) and config.policy != MANUAL
+    assignments = 1 + MAX_FORESEEN if foresees else 1
     fused = 0 if config.fuse is False else assignments * model.num_layers * sum(not shape.tiles for shape in shapes)
     xla = config.kernel_backend == "xla"
     by_shape = PROGRAM * programs + (XLA_SAMPLER if xla or degree > 1 else 0)
@@ -229,7 +229,7 @@ def plan_memory(
         granule=granule,
         shapes=spec.buckets,
         page_size=config.page_size,
-        devices=spec.devices,
+        num_devices=spec.num_devices,
     )
     free = min(room.free for room in rooms_of(spec.plan.instances, limits))
     if config.kv_pages is None and (swap_room := int(SWAP_SHARE * free)) > 0:
@@ -253,11 +253,8 @@ def plan_memory(
 def _ledgers(plan: Plan, limits: Resources) -> DeviceLedgers:
     """Return the ledgers of all devices, with the entries of a plan's instances."""
     runtime = {"runtime": limits.runtime} if limits.runtime else {}
-    used = limits.device_entries(*plan.instances)
-    ledgers = DeviceLedgers(
-        {device: Ledger(limits.budget, runtime) for device in used},
-        {device: Ledger(limits.budget, runtime) for device in range(limits.devices) if device not in used},
-    )
+    new = partial(Ledger, limits.budget, runtime)
+    ledgers = DeviceLedgers({device: new() for device in limits.device_entries(*plan.instances)}, new)
     for instance in plan.instances:
         ledgers.update(instance.name, limits.device_entries(instance))
     return ledgers

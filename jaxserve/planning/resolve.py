@@ -94,7 +94,7 @@ def resolve(config: EngineConfig) -> Resolved:
     if platform == "cpu":  # elsewhere the process is not in the devices' memory
         runtime = runtime_bytes(spec, model, config.dp) // _devices_per_memory(config, platform)
     memory = plan_memory(spec, sizes, _budget(config, devices), granule, runtime=runtime)
-    info = _info(config, checkpoint, path, memory.max_model_len)
+    info = _info(config, checkpoint, path, memory)
     padded = padded_model(config.tp)
     _log_padding(model, padded, memory)
     return Resolved(**vars(memory), checkpoint=checkpoint, padded_model=padded, info=info, devices=devices)
@@ -237,11 +237,11 @@ def _devices_per_memory(config: EngineConfig, platform: str) -> int:
     return _num_devices(config) if platform == "cpu" else 1
 
 
-def _info(config: EngineConfig, checkpoint: Checkpoint, path: Path, max_len: int) -> ModelInfo:
+def _info(config: EngineConfig, checkpoint: Checkpoint, path: Path, memory: MemoryPlan) -> ModelInfo:
     model, generation = checkpoint.config, checkpoint.generation
     return ModelInfo(
         name=config.served_model_name or model_name(path),
-        max_model_len=max_len,
+        max_model_len=memory.max_model_len,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         created=int(time.time()),
@@ -252,4 +252,5 @@ def _info(config: EngineConfig, checkpoint: Checkpoint, path: Path, max_len: int
         max_queued_tokens=config.max_queued_tokens,
         default_sampling=sampling_defaults(generation, checkpoint.path),
         max_new_tokens=default_max_new_tokens(generation, checkpoint.path),
+        merged_len=memory.max_len(memory.degrees[-1]),
     )

@@ -14,6 +14,7 @@ from jaxserve.core.step_shapes import Buckets
 from jaxserve.planning.defaults import PlatformDefaults, served_dtype
 
 STATIC = "static"  # the policy that changes nothing
+MANUAL = "manual"  # the policy that changes what an operator asks for
 SPARE_SLOTS = 2  # factor on the slots of an engine whose KV pages may grow
 DEFAULT_VARIANT = "int4"  # for policies that name no precision
 
@@ -29,7 +30,7 @@ class EngineSpec:
     kv_dtype: str
     wanted_len: int  # tokens of the longest sequence that the user asks for
     buckets: Buckets
-    devices: int  # of the machine
+    num_devices: int  # of the machine, of which instances may use some only later
 
     @classmethod
     def of(
@@ -102,7 +103,12 @@ def dtype_of(config: EngineConfig, stored: DType, layers: Sequence[str], platfor
 
 def has_quantized(config: EngineConfig, layers: Sequence[str]) -> bool:
     """Return whether some weights are quantised or may be while serving. `layers` are the checkpoint's precisions."""
-    return config.policy != STATIC or any(name in BITS for name in (*_precisions_given(config), *layers))
+    return changes_layers(config) or any(name in BITS for name in (*_precisions_given(config), *layers))
+
+
+def changes_layers(config: EngineConfig) -> bool:
+    """Return whether the policy may change the precisions of layers, and so the number of KV pages."""
+    return precisions_of(config.policy) != ()
 
 
 def _precisions_given(config: EngineConfig) -> set[str]:
@@ -113,7 +119,7 @@ def _precisions_given(config: EngineConfig) -> set[str]:
 def _variants(config: EngineConfig, precisions: Sequence[str], dtype: str) -> tuple[str, ...]:
     """Return the precisions that layers may change to: the policy's, the user's, and those they start with."""
     wanted = config.variants
-    if config.policy != STATIC:
+    if changes_layers(config):
         needed = precisions_of(config.policy)
         # The policy's come first: they determine the swap order.
         wanted = wanted or (DEFAULT_VARIANT,) if needed is None else (*needed, *wanted)
@@ -140,7 +146,7 @@ def _has_spare_slots(config: EngineConfig, platform: str) -> bool:
 
     Where defaults are few, as on CPU, a policy that grows the KV pages would otherwise gain room that nothing can use.
     """
-    return platform == "cpu" and config.policy != STATIC and config.max_num_seqs is None
+    return platform == "cpu" and changes_layers(config) and config.max_num_seqs is None
 
 
 def _buckets(config: EngineConfig, platform: str, defaults: PlatformDefaults, wanted_len: int) -> Buckets:

@@ -2,19 +2,23 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from typing import cast
 
-from jaxserve.control.movement import Movement, movement
+from jaxserve.control.movement import Movement, kv_movement, movement
 from jaxserve.control.plan import InstancePlan
 from jaxserve.control.resources import Resources
 from jaxserve.control.transitions import Sleep, Waits
+from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import Clock
 from jaxserve.engine.logged_controller import LoggedActuator
 from jaxserve.engine.outputs import RequestState
-from jaxserve.kvcache import PagePool
+from jaxserve.kvcache import DividedPool, PagePool
 from jaxserve.sim.front import SimFront
 from jaxserve.sim.instance import SimInstance
 from jaxserve.sim.maker import SimMaker
 
+LayersToChange = tuple[Sequence[str], bool]  # layers, and whether they will be run by all devices together
 NewActuator = Callable[[SimInstance], LoggedActuator]
 
 
@@ -32,6 +36,7 @@ class SimHost:
         self.all_actuators = list(self.actuators.values())  # also those of ended instances
         self._moved: list[Movement] = []  # by merges and splits since `take_pause`
         self._seconds = 0.0  # of page copies since then
+        self._members: dict[SimInstance, tuple[InstancePlan, Sequence[InstancePlan]]] = {}  # see `know_members`
         self._gone: list[str] = []  # names of instances that have ended and are not released
 
     def instance(self, name: str) -> SimInstance:
@@ -53,7 +58,7 @@ class SimHost:
     def discard(self, staged: Mapping[str, None]) -> None:
         pass
 
-    def open(self, plan: InstancePlan, staged: None) -> SimInstance:
+    def open(self, plan: InstancePlan, staged: None, undo: ExitStack) -> SimInstance:
         return self._maker.make(plan)
 
     def merge(
@@ -91,6 +96,56 @@ class SimHost:
         for name in self._gone:
             del self.actuators[name]
 
+    # -- as `GradualHost`
+
+    def begin_apart(
+        self,
+        members: Sequence[SimInstance],
+        plan: InstancePlan,
+        plans: Sequence[InstancePlan],
+        pages: DividedPool,
+        undo: ExitStack,
+    ) -> SimInstance:
+        parts = [_without_layers(member) for member in plans]
+        self._moved.append(movement(parts, [_without_layers(plan)], self._resources))
+        whole = self._maker.make(plan, pages)
+        self.know_members(whole, plan, plans)
+        return whole
+
+    def know_members(self, instance: SimInstance, plan: InstancePlan, plans: Sequence[InstancePlan]) -> None:
+        self._members[instance] = plan, tuple(plans)
+
+    def load_layers(self, instance: SimInstance, layers: Sequence[str], *, joint: bool) -> Waits[LayersToChange]:
+        whole, parts = self._layers(instance, layers)
+        before, after = (parts, [whole]) if joint else ([whole], parts)
+        yield Sleep(self._clock.now() + movement(before, after, self._resources).seconds(self._resources))
+        return layers, joint
+
+    def change_layers(self, instance: SimInstance, loaded: LayersToChange) -> LayersToChange:
+        layers, joint = loaded
+        _, parts = self._layers(instance, layers)
+        groups = {page for side in cast(DividedPool, instance.core.scheduler.pages).sides for page in side.occupied}
+        self._moved.append(kv_movement(parts, len(groups), self._resources))
+        return layers, not joint
+
+    def free_layers(self, replaced: LayersToChange) -> None:
+        pass
+
+    def end_apart(
+        self, instance: SimInstance, plans: Sequence[InstancePlan], pages: Sequence[PagePool], undo: ExitStack
+    ) -> list[SimInstance]:
+        whole, parts = self._members.pop(instance)
+        self._moved.append(movement([_without_layers(whole)], list(map(_without_layers, parts)), self._resources))
+        return [self._maker.make(plan, own) for plan, own in zip(plans, pages, strict=True)]
+
+    def leave(self, requests: Sequence[RequestState]) -> None:
+        self._front.leave(requests)
+
+    def _layers(self, instance: SimInstance, layers: Sequence[str]) -> tuple[InstancePlan, list[InstancePlan]]:
+        """Return an instance and its members with only some layers."""
+        whole, members = self._members[instance]
+        return _only(whole, layers), [_only(member, layers) for member in members]
+
     # -- what moves
 
     def _count(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan], pages: Sequence[int]) -> None:
@@ -100,3 +155,15 @@ class SimHost:
 
     def _page_bytes(self, instance: SimInstance) -> int:
         return max(map(self._resources.page_bytes, instance.plan.stages))
+
+
+def _only(plan: InstancePlan, blocks: Collection[str]) -> InstancePlan:
+    """Return a plan with only some blocks."""
+    stages = (
+        replace(stage, blocks=tuple(block for block in stage.blocks if block.block in blocks)) for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages))
+
+
+def _without_layers(plan: InstancePlan) -> InstancePlan:
+    return _only(plan, [block.block for block in plan.blocks if not is_layer(block.block)])

@@ -57,7 +57,8 @@ class ClusterOptions:
         str | None,
         Option(
             "Adaptation",
-            "Policy that changes the plan: static, morph, morph-int8, morph-performance, a YAML file or FILE.py:NAME.",
+            "Policy that changes the plan: static, morph, morph-int8, morph-performance, tp_transform, a YAML file or "
+            "FILE.py:NAME; several with + in between decide together.",
             default="static",
         ),
     ] = None

@@ -8,10 +8,10 @@ from typing import Any
 from jaxserve.control.plan import InstancePlan
 from jaxserve.control.regroup import Regroup
 from jaxserve.control.regrouping import Regrouping
-from jaxserve.control.transitions import Outcome, Rendezvous
+from jaxserve.control.transitions import BetweenStepsOf, Outcome, Rendezvous
 from jaxserve.core.clock import Clock
 from jaxserve.sim.actuator import report_to
-from jaxserve.sim.driver import Agenda, ProcedureDriver
+from jaxserve.sim.driver import Agenda, Fence, ProcedureDriver
 from jaxserve.sim.front import SimFront
 from jaxserve.sim.host import SimHost
 from jaxserve.sim.links import SharedLinks
@@ -43,7 +43,7 @@ class SimRegroupActuator:
         """Instances are stopped for `host_seconds` longer than moving bytes takes: for the host's own work."""
         self._regrouping, self._host, self._front = regrouping, host, front
         self._clock, self._agenda, self._host_seconds = clock, agenda, host_seconds
-        self._driver = ProcedureDriver(clock, agenda, SharedLinks({}), self._rendezvous)
+        self._driver = ProcedureDriver(clock, agenda, SharedLinks({}), self._stop)
         self._new_outcomes: list[Outcome] = []
         self.outcomes: list[Outcome] = []
         """The outcomes of all regroups that were polled."""
@@ -65,11 +65,13 @@ class SimRegroupActuator:
     def is_warm(self, plan: InstancePlan) -> bool:
         return True
 
-    def _rendezvous(self, wait: Rendezvous) -> None:
-        self._front.stop(wait.instances, lambda: self._agenda.add(self._clock.now(), partial(self._commit, wait)))
+    def _stop(self, wait: Rendezvous | BetweenStepsOf) -> None:
+        """Stop instances. A real instance that waits between two steps has dispatched both, which takes less time."""
+        names = (wait.instance,) if isinstance(wait, BetweenStepsOf) else wait.instances
+        self._front.stop(names, lambda: self._agenda.add(self._clock.now(), partial(self._commit, wait, names)))
 
-    def _commit(self, wait: Rendezvous) -> None:
-        """Run the function of a rendezvous whose instances have stopped, and let them go on when its time is over."""
+    def _commit(self, wait: Rendezvous | BetweenStepsOf, names: Sequence[str]) -> None:
+        """Run the function of a wait whose instances have stopped, and let them go on when its time is over."""
         now = self._clock.now()
         try:
             wait.function()
@@ -78,9 +80,11 @@ class SimRegroupActuator:
             self._go_on(None, error)
             return
         seconds, link_bytes = self._host.take_pause()
-        pause = Pause(now, wait.instances, self._host_seconds + seconds, link_bytes)
+        pause = Pause(now, tuple(names), self._host_seconds + seconds, link_bytes)
         self.pauses.append(pause)
-        self._agenda.add(now + pause.seconds, partial(self._go_on, None))
+        fence = Fence()
+        fence.passes()
+        self._agenda.add(now + pause.seconds, partial(self._go_on, fence))
 
     def _go_on(self, value: Any, error: Exception | None = None) -> None:
         self._front.go_on()

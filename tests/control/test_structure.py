@@ -136,16 +136,35 @@ def test_a_member_that_cannot_be_aligned_fails_the_change() -> None:
     assert service.regrouper.started == []
 
 
-def test_instances_without_programs_do_not_begin() -> None:
+def test_a_change_waits_for_programs() -> None:
+    service = Service(ManualPolicy(WITH_MERGED))
+    service.regrouper.cold.add((0, 1))
+    service.controller.check(WITH_MERGED)
+    service.run(0.5)
+    assert service.controller.note == "the operator's plan: waits for the programs of devices 0, 1"
+    assert service.outcomes == []
+    service.regrouper.cold.clear()
+    service.run(0.3)
+    assert service.instances == WITH_MERGED.instances
+    assert service.outcomes == ["done"]
+    assert service.controller.note == ""
+
+
+def test_the_programs_of_all_instances_that_wait_are_asked_for() -> None:
+    both = Plan(1, (MERGED, merged_plan([FOUR.instance("2"), FOUR.instance("3")], "5")))
+    service = Service(ManualPolicy(both))
+    service.regrouper.cold = {(0, 1), (2, 3)}
+    service.run(0.2)
+    assert service.controller.note.endswith("waits for the programs of devices 0, 1, 2, 3")
+
+
+def test_a_policy_may_change_its_mind_while_programs_are_compiled() -> None:
     service = Service(ManualPolicy(WITH_MERGED))
     service.regrouper.cold.add((0, 1))
     service.run(0.5)
-    assert service.outcomes == ["rejected: instance 4: programs for devices 0, 1 are still being compiled"]
-    with pytest.raises(PlanError, match="still being compiled"):
-        service.controller.check(WITH_MERGED)
-    service.regrouper.cold.clear()
-    service.run(2)
-    assert service.instances == WITH_MERGED.instances
+    service.controller.set_policy(ManualPolicy(Plan(1, FOUR.instances[:3])))
+    service.run(0.5)
+    assert service.instances == FOUR.instances[:3]
 
 
 def test_instances_are_added_and_removed() -> None:

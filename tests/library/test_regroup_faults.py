@@ -4,7 +4,6 @@ import gc
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -69,8 +68,19 @@ FAULTS = {
         (Scheduler, "attach", 1),
         (SyncEngine, "replace", 0),
     ],
-    "add": [(BlockBuilder, "load", 0), (BlockBuilder, "load", 2), (InstanceMaker, "_pools", 0), (EngineCore, "__init__", 0), (SyncEngine, "replace", 0)],
-    "remove": [(PoolPrograms, "take", 0), (PoolPrograms, "put", 1), (EngineCore, "attach", 1), (SyncEngine, "replace", 0)],
+    "add": [
+        (BlockBuilder, "load", 0),
+        (BlockBuilder, "load", 2),
+        (InstanceMaker, "_pools", 0),
+        (EngineCore, "__init__", 0),
+        (SyncEngine, "replace", 0),
+    ],
+    "remove": [
+        (PoolPrograms, "take", 0),
+        (PoolPrograms, "put", 1),
+        (EngineCore, "attach", 1),
+        (SyncEngine, "replace", 0),
+    ],
 }
 
 

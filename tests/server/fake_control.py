@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -159,6 +159,19 @@ class FakeControl:
             },
             "num_instances": len(plan.instances),
             "instances": [instance.name for instance in plan.instances],
+            "instance_states": [
+                {
+                    "name": instance.name,
+                    "devices": sorted(instance.devices),
+                    "tp": instance.tp,
+                    "draining": instance.draining,
+                    "running": sample["running"],
+                    "waiting": sample["waiting"],
+                    "kv_usage": sample["kv_usage"],
+                }
+                for instance in plan.instances
+            ],
+            "waiting_room": {"requests": 0, "tokens": 0, "longest_tokens": 0, "oldest_seconds": 0.0},
             "layers": [
                 [{"block": b.block, "precision": b.precision} for b in i.blocks if b.block.startswith("layers.")]
                 for i in plan.instances
@@ -203,6 +216,21 @@ class FakeControl:
         if asked > limit:
             raise PlanError(f"instance 0 has {asked} KV pages, at most {limit} fit")
         self.policy, self.plan = "manual", replace(plan, version=self._plan().version + 1)
+
+    def edit_plan(
+        self,
+        action: str,
+        instances: Sequence[str] = (),
+        *,
+        into: int | None = None,
+        devices: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """Carry out a change at once, and only one that drains."""
+        if action != "drain":
+            raise PlanError(f"{action} {' '.join(instances)} is impossible here ({into}, {devices})")
+        plan = self._plan()
+        self.policy, self.plan = "manual", plan.with_instance(plan.instance(instances[0]).with_draining(True))
+        return to_dict(self.plan)
 
     def _plan(self) -> Plan:
         return self.plan or plan_at(self.now())

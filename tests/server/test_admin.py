@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from jaxserve.core.errors import ConfigError
 from jaxserve.server.app import create_app
 from jaxserve.server.routes.admin import MAX_PLAN_BYTES
-from jaxserve.server.schemas.admin import Decisions, Ledger, PlanDocument, Sample, Status
+from jaxserve.server.schemas.admin import Decisions, EditedPlan, Ledger, PlanDocument, Sample, Status
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
 from tests.server.fake_control import POLICIES, FakeControl
@@ -32,6 +32,47 @@ def client(settings: ServerSettings | None = None, *, host: str = "127.0.0.1:800
 
 def control_of(http: TestClient) -> FakeControl:
     return http.app.state.server.loaded.control
+
+
+# -- changes of the instances by hand
+
+
+def test_edit_of_the_plan_answers_the_plan_that_the_engine_changes_to():
+    with client() as http:
+        answer = http.patch("/admin/plan", json={"action": "drain", "instances": ["0"]})
+        assert answer.status_code == 202
+        EditedPlan.model_validate(answer.json())
+        assert answer.json()["wanted"]["instances"][0]["draining"] is True
+        assert answer.json()["status"]["policy"] == "manual"
+        assert http.get("/admin/status").json()["instance_states"][0]["draining"] is True
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"action": "merge", "instances": ["0", "1"]}, "merge 0 1 is impossible here"),
+        ({"action": "shuffle"}, "action"),
+        ({"instances": ["0"]}, "action"),
+        ({"action": "split", "instances": ["0"], "into": 1}, "into"),
+        ({"action": "merge", "instances": ["0", "1"], "into": 2}, "into has no effect on 'merge'"),
+        ({"action": "drain", "instances": ["0"], "devices": [1]}, "devices has no effect on 'drain'"),
+        ({"action": "add", "devices": [-1]}, "devices"),
+        ({"action": "add", "device": 1}, "device"),
+        ({"action": "drain", "instances": "0"}, "instances"),
+    ],
+)
+def test_impossible_edit_of_the_plan_is_refused_with_the_reason(body, message):
+    with client() as http:
+        answer = http.patch("/admin/plan", json=body)
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+        assert control_of(http).plan is None
+
+
+def test_edit_of_the_plan_takes_json_alone():
+    with client() as http:
+        answer = http.patch("/admin/plan", content=b"action: drain", headers=YAML)
+        assert answer.status_code == 415
 
 
 # -- access

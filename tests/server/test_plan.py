@@ -70,6 +70,11 @@ def test_plan_set_changes_the_policy(run, control):
         (["set", "absent.yaml"], "cannot read absent.yaml: No such file"),
         (["set", "--policy", "nothing"], "unknown policy 'nothing': choose from static"),
         (["show", "--url", "ftp://x"], "invalid address"),
+        (["merge", "0", "1"], "merge 0 1 is impossible here"),
+        (["split", "4", "--into", "3"], "split 4 is impossible here (3, None)"),
+        (["remove", "2", "3"], "remove 2 3 is impossible here"),
+        (["add", "--devices", "2,3"], "add  is impossible here (None, [2, 3])"),
+        (["add", "--devices", "2-3"], "invalid devices '2-3': give numbers with commas in between"),
         (["show", "--url", "http://127.0.0.1:1"], "cannot reach http://127.0.0.1:1"),
         (["show", "--admin-key", "wrong"], "(--admin-key or JAXSERVE_ADMIN_KEY)"),
         (["watch", "--admin-key", "wrong"], "(--admin-key or JAXSERVE_ADMIN_KEY)"),
@@ -82,6 +87,56 @@ def test_plan_command_reports_mistakes_in_one_line(run, control, arguments, mess
     assert len(done.stderr.strip().splitlines()) == 1
     assert "Traceback" not in done.stderr
     assert control.policy == "morph"
+
+
+def test_plan_drain_waits_and_prints_the_outcome(run, control):
+    done = run("drain", "0")
+    assert done.exit_code == 0, done.stderr
+    assert "the policy manual decides" in done.stdout
+    assert "instance 0 on 0, draining" in done.stdout
+    assert control.plan.instances[0].draining
+
+
+def test_plan_change_that_fails_is_reported_with_the_reason(run, control):
+    status, decision = control.status(), control.decisions(1)[0]
+    failed = {"policy": "manual", "outcome": "failed: no memory", "time": status["time"] + 1}
+    control.plan_dict = lambda: {"version": 1, "instances": []}  # it stays as it is
+    control.decisions = lambda limit: [decision | failed]
+    done = run("drain", "0")
+    assert done.exit_code == 1
+    assert "failed: no memory. The server tries again" in done.stderr
+
+
+def test_plan_change_ends_when_another_policy_decides(run, control):
+    control.plan_dict = lambda: {"version": 1, "instances": []}
+    status = control.status
+    control.status = lambda: status() | {"policy": "static"}
+    done = run("drain", "0")
+    assert done.exit_code == 1
+    assert "not done: the policy static decides now" in done.stderr
+
+
+def test_plan_change_need_not_be_waited_for(run, control):
+    control.plan_dict = lambda: {"version": 1, "instances": []}
+    assert run("drain", "0", "--no-wait").exit_code == 0
+
+
+def test_plan_watch_says_where_instances_run(control):
+    status = control_in_burst(2).status()
+    state = {"draining": False, "tp": 2, "running": 1, "waiting": 0, "kv_usage": 0.5}
+    status["instance_states"] = [
+        state | {"name": "4", "devices": [0, 1]},
+        state | {"name": "5", "devices": [2], "draining": True},
+    ]
+    status["waiting_room"] = {"requests": 3}
+    from rich.console import Console
+
+    console = Console(width=200, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
+    console.print(LiveView().update({"status": status, "samples": [], "decisions": []}).render())
+    text = console.export_text()
+    assert "instance 4 on 0, 1\n" in text
+    assert "instance 5 on 2, draining" in text
+    assert "3 requests wait that no instance can hold" in text
 
 
 @pytest.mark.parametrize("text", ["a: [", "", "instances: []", "x"])

@@ -105,6 +105,8 @@ def load_policy(
 def precisions_of(source: str | Path) -> tuple[str, ...] | None:
     """Return the precisions that a policy needs besides those of the start; None if it does not say.
 
+    They are () for a policy that never changes a layer.
+
     A policy of a Python file says it by an attribute `precisions` of what the file defines. A subclass of `MorphPolicy`
     needs by default what accuracy mode does.
 
@@ -120,10 +122,10 @@ def precisions_of(source: str | Path) -> tuple[str, ...] | None:
         if inspect.isclass(made) and isinstance(inspect.getattr_static(made, "precisions", None), property):
             return ACCURACY.precisions if issubclass(made, MorphPolicy) else None
         return _declared(made, f"policy {text}") or None
-    _, settings = _named(text, None)
-    if settings is None:
-        return None
-    return settings.precisions if isinstance(settings, MorphSettings) else ()
+    name, settings = _named(text, None)
+    if isinstance(settings, MorphSettings):
+        return settings.precisions
+    return None if name == "manual" else ()
 
 
 def read_policy_file(path: Path) -> dict[str, Any]:

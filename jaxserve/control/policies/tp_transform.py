@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from jaxserve.control.buddies import buddy_groups, in_buddy_order
 from jaxserve.control.plan import InstancePlan, Plan
+from jaxserve.control.plan_edits import merged, parts, with_instances
 from jaxserve.control.policy import PlanProposal, Proposal, ServiceView
-from jaxserve.control.regroup import merged_plan, new_names, split_plans
+from jaxserve.control.regroup import new_names
 from jaxserve.control.resources import Resources
 from jaxserve.core.errors import ConfigError
 from jaxserve.telemetry import Snapshot
@@ -119,12 +120,12 @@ class TransformPolicy:
         ]
         candidates.sort(key=lambda members: sum(self._load(view, member) for member in members))
         for members in candidates:
-            merged = self._merged(plan, state, members, min(degrees))
-            if view.is_warm(merged[-1]):
-                names = " and ".join(member.name for member in merged[:-1])
+            *members, whole = self._merged(plan, state, members, min(degrees))
+            if view.is_warm(whole):
+                names = " and ".join(member.name for member in members)
                 reason = f"{words}, which instances {names} can hold together"
-                changed = _with(plan, merged[:-1], (merged[-1],))
-                return PlanProposal(changed, replace(state, names=(merged[-1].name,)), reason)
+                changed = with_instances(plan, members, (whole,))
+                return PlanProposal(changed, replace(state, names=(whole.name,)), reason)
         return PlanProposal(plan, state, f"{words}: the programs to hold it are still being compiled")
 
     def _groups(self, state: TransformState) -> Mapping[int, Sequence[tuple[int, ...]]]:
@@ -154,9 +155,7 @@ class TransformPolicy:
                 break
         own = in_buddy_order(own, devices)
         (name,) = new_names(plan, 1, state.names)
-        whole = merged_plan([replace(member, max_num_seqs=own[0].max_num_seqs) for member in own], name)
-        pages = max(whole.kv_pages, self._resources.kv_capacity(whole))
-        return (*own, whole.with_kv_pages(pages))
+        return (*own, merged(own, name, self._resources))
 
     def _max_len(self, degree: int) -> int:
         """Return the tokens of the longest sequence that an instance of a degree holds."""
@@ -184,9 +183,8 @@ class TransformPolicy:
             return PlanProposal(plan.with_instance(instance.with_draining(True)), state, reason)
         count = self._parts(instance, state, view.longest(instance.name))
         names = new_names(plan, count, state.names)
-        whole = instance.with_kv_pages(instance.kv_pages // count * count)
-        parts = [self._at_home(part, state) for part in split_plans(whole, names)]
-        seen, usage = _seen(view, instance), self._usage(view, instance, parts)
+        members = parts(instance, names, state.start, self._resources)
+        seen, usage = _seen(view, instance), self._usage(view, instance, members)
         if usage > self.settings.release_usage or seen.num_waiting:
             waiting = f", {seen.num_waiting} waiting" if seen.num_waiting else ""
             reason = (
@@ -194,7 +192,7 @@ class TransformPolicy:
             )
             return PlanProposal(plan, state, f"{reason}it uses {usage:.0%}{waiting}")
         reason = f"no long request is left, and instance {instance.name} uses {usage:.0%} of its parts' KV"
-        return PlanProposal(_with(plan, (instance,), parts), replace(state, names=names), reason)
+        return PlanProposal(with_instances(plan, (instance,), members), replace(state, names=names), reason)
 
     def _usage(self, view: ServiceView, instance: InstancePlan, parts: Sequence[InstancePlan]) -> float:
         """Return the share of the parts' KV pages that an instance will use, if its usage goes on as it does now.
@@ -210,22 +208,6 @@ class TransformPolicy:
         """Return into how many instances one splits: as many as can each hold the longest request that is left."""
         degrees = [degree for degree in self._groups(state) if self._max_len(degree) >= longest]
         return max(2, instance.tp // min(degrees, default=instance.tp // 2))
-
-    def _at_home(self, part: InstancePlan, state: TransformState) -> InstancePlan:
-        """Return the plan of a part, with the KV pages and the limit that its devices had at the start."""
-        for instance in state.start.instances:
-            if instance.same_place(part):
-                pages = min(instance.kv_pages, self._resources.kv_capacity(part))
-                return part.with_kv_pages(pages).with_max_num_seqs(instance.max_num_seqs)
-        return part.with_kv_pages(self._resources.kv_capacity(part))
-
-
-def _with(plan: Plan, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> Plan:
-    """Return the next version of a plan, with some instances in the place of others."""
-    names = {instance.name for instance in before}
-    place = min(index for index, instance in enumerate(plan.instances) if instance.name in names)
-    kept = [instance for instance in plan.instances if instance.name not in names]
-    return Plan(plan.version + 1, (*kept[:place], *after, *kept[place:]))
 
 
 def _seen(view: ServiceView, instance: InstancePlan) -> Snapshot:

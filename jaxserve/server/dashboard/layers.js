@@ -2,7 +2,7 @@
 
 import { element, setText } from "./dom.js";
 import { swatch } from "./chart.js";
-import { bits, shortPrecision } from "./format.js";
+import { bits, joined, percent, shortPrecision } from "./format.js";
 
 const FULL_BITS = 16; // at full height, unless a layer has more
 const MAX_LARGE = 24; // layers of an instance; more are drawn smaller
@@ -20,12 +20,16 @@ export function tone(precision) {
 
 export class Strip {
   constructor(host, legend) {
-    Object.assign(this, { host, legend, shape: "", cells: [], strips: [] });
+    Object.assign(this, { host, legend, shape: "", cells: [], strips: [], states: [], several: false });
     new ResizeObserver(() => this.#arrange()).observe(host);
   }
 
-  /** Shows a status: `layers` has for each of `instances` its layers [{block, precision}, ...]. */
-  show({ layers: instances, instances: names, num_instances: total, precisions }) {
+  /**
+   * Shows a status: `layers` has for each of `instances` its layers [{block, precision}, ...], and `instance_states`
+   * where it runs, and its load.
+   */
+  show({ layers: instances, instances: names, num_instances: total, precisions, instance_states: states = [] }) {
+    this.several ||= total > 1; // once there were several, the only one has its name as well
     const shape = [total, names, ...instances.map((layers) => layers.map((layer) => layer.block).join())].join(";");
     if (shape !== this.shape) this.#build(instances, names, total);
     this.shape = shape;
@@ -33,14 +37,18 @@ export class Strip {
     const layers = instances.flat();
     const maxBits = Math.max(FULL_BITS, ...layers.map((layer) => bits(layer.precision)));
     layers.forEach((layer, i) => this.#fill(this.cells[i], layer.precision, maxBits));
+    this.states.forEach((node, i) => this.#place(node, states[i]));
     this.#count(precisions);
   }
 
   #build(instances, names, total) {
     this.cells = [];
     this.strips = [];
+    this.states = [];
     const rows = instances.map((layers, index) => {
-      const title = total > 1 ? [element("h3", {}, `Instance ${names[index]}`)] : [];
+      const state = element("span", { class: "state" });
+      const title = total > 1 || this.several ? [element("h3", {}, `Instance ${names[index]}`, state)] : [];
+      this.states.push(state);
       const cells = layers.map((layer) => this.#cell(layer.block));
       const strip = element("ol", { "aria-label": `Layers of instance ${names[index]}` }, ...cells);
       this.strips.push(strip);
@@ -49,6 +57,15 @@ export class Strip {
     const left = total - instances.length;
     if (left > 0) rows.push(element("p", {}, `and ${left} more instances, most of which are like each other`));
     this.host.replaceChildren(...rows);
+  }
+
+  /** Says where an instance runs, and its load. */
+  #place(node, state) {
+    if (!state) return;
+    const devices = `${state.devices.length > 1 ? "devices" : "device"} ${state.devices.join(", ")}`;
+    const load = `${state.running} running, KV ${joined(percent(state.kv_usage))}`;
+    setText(node, [devices, ...(state.draining ? ["draining"] : []), load].join(" · "));
+    node.classList.toggle("draining", state.draining);
   }
 
   /** Arranges the layers in rows of equal length, as large as the width allows. */

@@ -4,6 +4,8 @@ import { element, setText } from "./dom.js";
 import { clock, signs } from "./format.js";
 
 const SIGNS = { started: "◐", done: "✓", failed: "✕", rejected: "⊘" };
+// A change of the set of instances, as in "instance 0 and 1 -> 4 (devices 0, 1)": shown without unfolding.
+const REGROUP = /^(add|remove) instance |^instance [^:]+ -> /;
 const MAX_UNFOLDED = 400; // characters; longer texts are folded
 
 export class Log {
@@ -43,7 +45,9 @@ export class Log {
     const versions = `plan ${decision.before_version} → ${decision.target_version}`;
     const head = element("p", { class: "head" }, time, outcome, element("span", { class: "by" }, decision.policy));
     const reason = element("div", { class: "reason" }, ...readable(decision.reason || "no reason given"));
-    const node = element("li", {}, head, reason, detail, this.#transitions(decision, versions));
+    const regroups = decision.transitions.filter((text) => REGROUP.test(text));
+    const changes = regroups.map((text) => element("p", { class: "regroup" }, signs(text)));
+    const node = element("li", {}, head, reason, ...changes, detail, this.#transitions(decision, versions));
     return { node, outcome, detail, shownOutcome: null };
   }
 

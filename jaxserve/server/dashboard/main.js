@@ -42,6 +42,7 @@ const layersOf = (sample, name) =>
 const QUEUE = [
   { name: "Running", class: "running", value: (sample) => sample.running },
   { name: "Waiting", class: "waiting", value: (sample) => sample.waiting },
+  { name: "In the waiting room", class: "room", value: (sample) => sample.waiting_room ?? 0 },
 ];
 
 const charts = [
@@ -83,9 +84,13 @@ const charts = [
     name: "Queue",
     floor: 4,
     series: QUEUE,
-    text: (sample) => `${sample.running} running, ${sample.waiting} waiting`,
+    text: (sample) => `${sample.running} running, ${sample.waiting} waiting${inRoom(sample)}`,
   }),
 ];
+
+function inRoom(sample) {
+  return sample.waiting_room ? `, ${sample.waiting_room} in the waiting room: no instance can hold them` : "";
+}
 
 const queueNumbers = QUEUE.map((series) => {
   const number = element("b", { class: "number" });
@@ -111,6 +116,7 @@ function showMoment() {
   setText(badge, verdict(sample));
   setText(byId("rate"), sample.tpot ? `${(1 / sample.tpot).toFixed(0)} tokens/s per request` : "nothing generated");
   QUEUE.forEach((series, i) => setText(queueNumbers[i], String(series.value(sample))));
+  queueNumbers.at(-1).parentElement.hidden = !sample.waiting_room;
   memory.show(sample);
   const { cursor, offset } = timeline;
   if (document.body.dataset.state === "live") say(cursor ? `At ${clockSeconds(cursor.time + offset)}` : "Live", "live");

@@ -13,7 +13,16 @@ from jaxserve.core.errors import ConfigError, RequestError
 from jaxserve.engine.client import ControlClient
 from jaxserve.server.errors import json_response
 from jaxserve.server.routes.json_route import JsonRoute
-from jaxserve.server.schemas.admin import Decisions, Ledger, PlanDocument, PolicyBody, PolicyInForce, Status
+from jaxserve.server.schemas.admin import (
+    Decisions,
+    EditedPlan,
+    Ledger,
+    PlanDocument,
+    PlanEditBody,
+    PolicyBody,
+    PolicyInForce,
+    Status,
+)
 from jaxserve.server.state import State
 
 JSON, YAML = "application/json", "application/yaml"
@@ -68,6 +77,20 @@ async def put_plan(request: Request, state: State) -> Response:
     except ConfigError as error:
         raise RequestError(str(error), field="plan") from error
     return json_response(control.status(), 202)
+
+
+@json_router.patch("/plan", status_code=202, response_model=None, responses=documented(EditedPlan, 202))
+async def patch_plan(body: PlanEditBody, state: State) -> Response:
+    """Merge, split, add, remove or drain instances: make the plan in force with this change the target of `manual`.
+
+    The engine changes to the plan while it serves requests.
+    """
+    control = _changeable(state)
+    body.check()
+    wanted = await asyncio.to_thread(
+        control.edit_plan, body.action, body.instances, into=body.into, devices=body.devices
+    )
+    return json_response({"wanted": wanted, "status": control.status()}, 202)
 
 
 @router.get("/policy", response_model=None, responses=documented(PolicyInForce))

@@ -39,7 +39,7 @@ class JsonRoute(APIRoute):
 
         async def strict(request: Request) -> Response:
             media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if request.method in ("POST", "PUT") and media_type != "application/json":
+            if request.method in ("POST", "PUT", "PATCH") and media_type != "application/json":
                 given = repr(media_type[:80]) if media_type else "missing"
                 raise HTTPException(415, f"the header content-type is {given}: it must be application/json")
             server = request.app.state.server

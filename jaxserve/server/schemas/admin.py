@@ -1,9 +1,10 @@
 """Bodies and responses of the operators' routes. Engines may add fields that are not declared here."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from jaxserve.core.errors import RequestError
 from jaxserve.server.schemas.body import Body, check_fields
 
 
@@ -27,6 +28,23 @@ class PlanDocument(AdminResponse):
     instances: list[dict]
 
 
+class PlanEditBody(Body):
+    """A change of the set of instances."""
+
+    action: Literal["merge", "split", "add", "remove", "drain", "undrain"]
+    instances: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=1024)] = []  # names
+    into: Annotated[int, Field(ge=2, le=1024)] | None = None  # instances that one is split into; default: 2
+    # Of an instance that is added; default: the first free ones.
+    devices: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=1024)] | None = None
+
+    def check(self) -> None:
+        """Raise RequestError for a field that is unknown, even with --ignore-unknown-fields, or has no effect."""
+        check_fields(self.model_extra or {}, self.__class__.model_fields, {}, ())
+        for field, action in (("into", "split"), ("devices", "add")):
+            if getattr(self, field) is not None and self.action != action:
+                raise RequestError(f"{field} has no effect on {self.action!r}: only {action!r} has it", field=field)
+
+
 class Pages(AdminResponse):
     """Numbers of KV pages over all instances."""
 
@@ -40,6 +58,27 @@ class DeviceUse(AdminResponse):
 
     device: int
     used: int
+
+
+class InstanceState(AdminResponse):
+    """Where an instance runs, and its load."""
+
+    name: str
+    devices: list[int]
+    tp: int  # degree of tensor parallelism
+    draining: bool  # new requests go to other instances
+    running: int
+    waiting: int
+    kv_usage: float
+
+
+class Room(AdminResponse):
+    """The requests that no instance can hold now, although one could after a change of the instances."""
+
+    requests: int
+    tokens: int
+    longest_tokens: int
+    oldest_seconds: float
 
 
 class Status(AdminResponse):
@@ -57,6 +96,8 @@ class Status(AdminResponse):
     devices: list[DeviceUse] = []
     num_instances: int = 1
     instances: list[str] = []  # names of the instances in `layers`: if there are many, not all
+    instance_states: list[InstanceState] = []  # of the same instances
+    waiting_room: Room | None = None
     layers: list[list[PlannedBlock]]
     precisions: dict[str, int] = {}  # decoder layers by precision, over all instances
     kv_pages: Pages
@@ -64,6 +105,13 @@ class Status(AdminResponse):
     slo_ttft: float | None = None
     slo_tpot: float | None = None
     max_quality_loss: float | None = None  # share of full precision's cross-entropy
+
+
+class EditedPlan(AdminResponse):
+    """The plan that the engine is changing to, and the state from which it does."""
+
+    wanted: PlanDocument
+    status: Status
 
 
 class Ledger(AdminResponse):
@@ -106,6 +154,7 @@ class Sample(AdminResponse):
     other_bytes: int = 0  # bytes of all other ledger entries
     budget: int
     waiting: int
+    waiting_room: int = 0  # requests that no instance can hold
     running: int
     ttft_p95: float | None = None
     tpot: float | None = None

@@ -1,0 +1,74 @@
+"""The load of the cluster demonstration: short requests that stream all the time, and single long ones."""
+
+import argparse
+import asyncio
+import inspect
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bench.cluster_parts.setup import NAME
+from jaxserve.bench.client import Client, Target
+from jaxserve.bench.record import RequestRecord
+from jaxserve.bench.workload import Sample
+from jaxserve.core.bundled import bundled_model_path
+from jaxserve.engine.tokenizer import Tokenizer
+
+STREAMS = 3  # short requests at a time
+SHORT, ANSWER, LONG_ANSWER = 40, 64, 32  # tokens
+PAUSE_S = 0.3  # of a stream between two requests, so that two cores also compile
+
+
+@dataclass
+class Load:
+    """The requests of the demonstration, with times in seconds after `began`."""
+
+    url: str
+    began: float
+    short: list[RequestRecord] = field(default_factory=list)
+    long: list[RequestRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._tokens = tuple(Tokenizer.load(bundled_model_path()).encode(inspect.getsource(argparse)))
+        self._client = Client(Target(self.url, NAME, extra_body={"temperature": 0}, ignore_eos=True))
+
+    async def __aenter__(self) -> "Load":
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._client.__aexit__(None, None, None)
+
+    async def stream(self, over: asyncio.Event) -> None:
+        """Send short requests, a few at a time, until it is over and their answers have ended."""
+
+        async def one_after_another(number: int) -> None:
+            while not over.is_set():
+                await self._send(SHORT, ANSWER, 50 * number, self.short)
+                await asyncio.sleep(PAUSE_S)
+
+        await asyncio.gather(*map(one_after_another, range(STREAMS)))
+
+    async def ask(self, tokens: int) -> RequestRecord:
+        """Send a long prompt, and return the record of its answer."""
+        return await self._send(tokens, LONG_ANSWER, 1000 + len(self.long), self.long)
+
+    @property
+    def errors(self) -> list[str]:
+        """What went wrong with requests."""
+        return [record.error for record in (*self.short, *self.long) if record.error]
+
+    async def _send(self, tokens: int, answer: int, start: int, records: list[RequestRecord]) -> RequestRecord:
+        sample = Sample(self._tokens[start : start + tokens], tokens, answer)
+        record = RequestRecord(len(records), self._now(), self._now(), tokens)
+        records.append(record)
+        await self._client.send(sample, record, self._now)
+        return record
+
+    def _now(self) -> float:
+        return time.monotonic() - self.began
+
+
+def longest_gap(records: Sequence[RequestRecord], since_s: float = 0.0) -> float:
+    """Return the longest time between two parts of an answer, in seconds; 0 without any."""
+    return max((gap for record in records if record.due_s >= since_s for gap in record.itl_s), default=0.0)
