@@ -48,7 +48,7 @@ class Resources:
     page_size: int = 16  # tokens
     max_len: int = 0  # tokens of the longest sequence; 0: as many as the smallest number of KV pages holds
     degrees: tuple[DegreeLimits, ...] = ()  # by degree of tensor parallelism; () if instances are never merged
-    num_devices: int = 0  # of the machine; 0: unknown
+    num_devices: int = field(default=0, compare=False)  # of the machine; 0: unknown
     least_pages = Renamed("min_pages")
     most_pages = Renamed("max_pages")
     kept = Renamed("in_place")
