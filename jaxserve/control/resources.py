@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from jaxserve.control.costs import CostModel
@@ -228,16 +228,18 @@ def stages_by_device(instances: Iterable[InstancePlan]) -> dict[int, list[StageP
     return stages
 
 
-def validate(plan: Plan, resources: Resources) -> None:
+def validate(plan: Plan, resources: Resources, present: Collection[InstancePlan] = ()) -> None:
     """Raise `PlanError` that names the fault and the limit if a plan does not fit.
 
+    Instances that are `present` may have any number of KV pages: a change that has failed may have left them with few.
     The plans that `diff` leads through from one valid plan to another are valid too, as memory is freed before it is
     taken.
     """
     if not plan.instances:
         raise PlanError("the plan has no instance: at least one must remain, for the requests in flight")
     for instance in plan.instances:
-        _check_pages(instance, resources)
+        if instance not in present:
+            _check_pages(instance, resources)
     _check_devices(plan.instances, resources)
 
 

@@ -2,7 +2,9 @@
 
     policy -> structural change -> align the instances that end -> regroup -> finish the new ones
 
-A change whose programs are not compiled yet waits for them. Instances that take part are held meanwhile: their own control asks no policy about them. All others go on.
+A change whose programs are not compiled yet waits for them. If a part fails, instances that were aligned and have not
+ended get their plans back. Instances that take part are held meanwhile: their own control asks no policy about them.
+All others go on.
 """
 
 import logging
@@ -13,7 +15,7 @@ from typing import Any, Protocol
 
 from jaxserve.control.diff import diff
 from jaxserve.control.instance_controller import Backoff, Failures, InstanceController
-from jaxserve.control.plan import Plan, PlanInForce
+from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
 from jaxserve.control.policy import Policy, ServiceView, StructuralPolicy, errors_of_policy
 from jaxserve.control.record import Decision
 from jaxserve.control.regroup import Regroup, StructuralChange, has_same_instances, structural_change
@@ -71,6 +73,8 @@ class StructureController:
         self._state_when_done: Any = None
         self._waiting_for: list[str] = []  # texts of the parts of the change that have not ended
         self._phase = _ALIGN
+        self._restored: dict[str, InstancePlan] = {}  # plans of instances that were aligned, if the change fails
+        self._failure = ""  # of the change, while these come into force again
         self.target: Plan | None = None
         """The plan that is being carried out, or None."""
         self.set_policy(policy, self.first_state(policy))
@@ -96,7 +100,7 @@ class StructureController:
     def check(self, plan: Plan) -> None:
         """Raise `PlanError` if the instances of a plan cannot take the place of those in force."""
         structural_change(self._in_force.plan, plan, self._resources)
-        validate(plan, self._resources)
+        validate(plan, self._resources, self._in_force.plan.instances)
         if self._actuator is None:
             raise PlanError("the instances of this engine cannot change")
 
@@ -172,6 +176,7 @@ class StructureController:
         self.target, self.note, self._change, self._phase = wanted, "", change, _ALIGN
         self._state_when_done = state
         plan = self._in_force.plan
+        self._restored = {name: plan.instance(name) for name in change.align}
         aligning = [
             transition
             for name, aligned in change.align.items()
@@ -196,7 +201,14 @@ class StructureController:
         if self._phase is _REGROUP and self._regrouped(now, change):
             self._phase = _FINISH
         if self._phase is _FINISH and self._all_have(now, change.finish, instances, change.finish):
-            self._end(now, "done", instances)
+            self._end(now, "done")
+        if self._phase is _RESTORE and self._change is not None:
+            there = {instance.name: instance for instance in self._in_force.plan.instances}
+            plans = {
+                name: plan for name, plan in self._restored.items() if name in there and plan.same_place(there[name])
+            }
+            if self._all_have(now, plans, instances, plans):
+                self._end(now, self._failure)
         if self._change is None:
             for instance in instances.values():
                 instance.held = False
@@ -220,14 +232,14 @@ class StructureController:
                 settled = False
             elif instance.error:
                 error, instance.error = instance.error, ""
-                self._end(now, error, instances)
+                self._fail_change(now, error)
                 return False
             elif name in plans and self._in_force.instance(name) != plans[name]:
                 settled = False
                 try:
                     instance.carry_out(plans[name])
                 except PlanError as error:
-                    self._end(now, f"failed: {error}", instances)
+                    self._fail_change(now, f"failed: {error}")
                     return False
         return settled
 
@@ -238,11 +250,18 @@ class StructureController:
         busy = self._actuator.busy
         for outcome in self._actuator.poll():
             if outcome.error is not None:
-                self._end(now, f"failed: {outcome.transition}: {outcome.error}", {})
+                self._fail_change(now, f"failed: {outcome.transition}: {outcome.error}")
                 return False
-        return not busy and self._change is not None
+        return not busy
 
-    def _end(self, now: float, outcome: str, instances: Mapping[str, InstanceController]) -> None:
+    def _fail_change(self, now: float, outcome: str) -> None:
+        """End the change that has failed, after the instances that were aligned have their plans back."""
+        if self._phase is _RESTORE:
+            self._end(now, self._failure)  # they have not got them: the policy goes on from what there is
+        else:
+            self._phase, self._failure = _RESTORE, outcome
+
+    def _end(self, now: float, outcome: str) -> None:
         assert self._open is not None
         number, decision = self._open
         self._record(replace(decision, outcome=outcome), number)
@@ -262,7 +281,7 @@ class StructureController:
         return Decision(now, self._policy.name, reason, version, version + len(transitions), transitions, outcome)
 
 
-_ALIGN, _REGROUP, _FINISH = "align", "regroup", "finish"
+_ALIGN, _REGROUP, _FINISH, _RESTORE = "align", "regroup", "finish", "restore"
 
 
 def _members(change: StructuralChange) -> list[str]:

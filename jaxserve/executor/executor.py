@@ -8,6 +8,7 @@ from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import jax
@@ -22,7 +23,7 @@ from jaxserve.core.work import Work
 from jaxserve.executor.batch import pack
 from jaxserve.executor.blocks import BlockSignature, LoadedBlock
 from jaxserve.executor.compile_ahead import StepCompiler
-from jaxserve.executor.fused import FusedTier, StageKey
+from jaxserve.executor.fused import FusedTier, StageKey, StageProgram
 from jaxserve.executor.outputs import DispatchedStep, ForwardOutput, wants_prompt_logprobs
 from jaxserve.executor.pools import Pools
 from jaxserve.executor.programs import InstanceSizes, Programs
@@ -285,15 +286,16 @@ class BlockExecutor:
         """Return (x, results of the head) of a stage, fused if that is ready. `carried`: see `StageProgram`."""
         if self._fused is not None:
             key = StageKey(index, shape, stage.executables, self.pools.segments)
-            fused = self._fused.find(key)
+            fused = self._fused.find(key) or self._fused.seek(key, partial(self._outline, stage, shape))
             if fused is not None:
                 pools = tuple(self.pools[stage.pools])
                 x, results, self.pools[stage.pools] = fused(packed, carried, pools, stage.leaves)
                 return x, results
-            if self._fused.count_use(key):
-                program, arguments = self._ahead.fused_stage(stage, shape, stage.layers, self.pools.segments)
-                self._fused.compile(key, program, *arguments)
         return self._run_blocks(index, stage, shape, packed, carried, range(len(stage.layers)))
+
+    def _outline(self, stage: Stage, shape: StepShape) -> tuple[StageProgram, tuple]:
+        """Return a stage as one program, and its abstract arguments."""
+        return self._ahead.fused_stage(stage, shape, stage.layers, self.pools.segments)
 
     def _run_blocks(
         self, index: int, stage: Stage, shape: StepShape, packed: np.ndarray, carried: Array, layers: Iterable[int]

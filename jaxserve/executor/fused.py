@@ -137,12 +137,22 @@ class FusedTier:
         """Return the executable for a key if it is ready. This never waits."""
         return self._ready.get(key)
 
-    def count_use(self, key: StageKey) -> bool:
-        """Count a stage that ran block by block, and return whether it is now due to be compiled."""
-        if self._patience is None:
-            return False
+    def seek(self, key: StageKey, outline: Callable[[], tuple[StageProgram, tuple]]) -> Fused | None:
+        """Count a use of a stage for which nothing is ready, and return what another executor has compiled for it.
+
+        Begin to compile it if it is used often. `outline` returns the stage's program and its abstract arguments, which
+        takes a moment: it is called at the first use of a key, and when its compilation begins.
+        """
         self._uses[key] += 1
-        return self._uses[key] == self._patience
+        if self._uses[key] == 1:
+            found = self._programs.find(shared_key(*outline()))
+            if found is not None:
+                self._ready[key] = found
+            return found
+        if self._uses[key] == self._patience:
+            program, arguments = outline()
+            self.compile(key, program, *arguments)
+        return None
 
     def compile(self, key: StageKey, program: StageProgram, *arguments: Any) -> None:
         """Start to compile a stage for arguments of these shapes, unless that was started before.

@@ -105,6 +105,16 @@ def test_members_agree_on_precisions_before_they_merge() -> None:
     assert decision.outcome == "done"
 
 
+def test_aligned_members_get_their_plans_back_if_the_regroup_fails() -> None:
+    start = FOUR.with_precisions("1", {"layers.3": "int4"}).with_kv_pages("0", 300)
+    service = Service(ManualPolicy(WITH_MERGED), start)
+    service.regrouper.error = "broken"
+    service.run(0.9)
+    assert len(service.regrouper.started) == 1
+    assert service.instances == start.instances
+    assert service.outcomes == ["failed: instance 0 and 1 -> 4 (devices 0, 1): broken"]
+
+
 def test_a_merged_instance_gets_its_further_pages_afterwards() -> None:
     wanted = Plan(1, (MERGED.with_kv_pages(860), *FOUR.instances[2:]))
     service = Service(ManualPolicy(wanted))

@@ -320,9 +320,15 @@ class PagedService:
     def change(self, wanted: Plan) -> None:
         """Put a plan in force. Raise what made that fail; the parts before it are in force."""
         change = structural_change(self.plan, wanted, self.resources)
-        validate(wanted, self.resources)
-        self._adapt(change.align)
-        self._drive(lambda report: self.regrouping.carry_out(change.regroups, report))
+        validate(wanted, self.resources, self.plan.instances)
+        before = self.plan
+        try:
+            self._adapt(change.align)
+            self._drive(lambda report: self.regrouping.carry_out(change.regroups, report))
+        except Exception:
+            with contextlib.suppress(ValueError):
+                self._adapt({name: before.instance(name) for name in change.align if name in self.host.instances})
+            raise
         for regroup in change.regroups:
             self.regroups[f"{len(regroup.before)} -> {len(regroup.after)}"] += 1
         self._adapt(change.finish)

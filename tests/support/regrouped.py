@@ -155,9 +155,14 @@ class Regrouped:
     def change(self, wanted: Plan) -> None:
         """Put a plan in force now. Raise what made the change fail."""
         change = structural_change(self.plan, wanted, self.resources)
-        validate(wanted, self.resources)
+        validate(wanted, self.resources, self.plan.instances)
+        before = self.plan
         self.adapt(change.align)
-        self.regroup(change.regroups)
+        try:
+            self.regroup(change.regroups)
+        except Exception:
+            self.adapt({name: before.instance(name) for name in change.align if name in self.names})
+            raise
         self.adapt(change.finish)
 
     def regroup(self, regroups: Sequence[Any]) -> None:
