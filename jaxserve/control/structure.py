@@ -2,8 +2,8 @@
 
     policy -> structural change -> align the instances that end -> regroup -> finish the new ones
 
-A change whose programs are not compiled yet waits for them. While it is
-carried out, instances that take part are held: their own control asks no policy about them. All others go on.
+A change whose programs are not compiled yet waits for them. While it is carried out, instances that take part are held:
+their own control asks no policy about them. All others go on.
 """
 
 import logging

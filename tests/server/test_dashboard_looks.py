@@ -166,11 +166,7 @@ def test_page_shows_where_instances_run_and_how_they_changed(open_page, device):
     names = {"instances": ["4", "2", "3"], "instance_states": states}
     control.status = lambda: status | names
     samples[-1]["waiting_room"] = 2
-    merge = {
-        "outcome": "done",
-        "transitions": ["instance 0 and 1 -> 4 (devices 0, 1)"],
-        "reason": "a request needs 748 tokens",
-    }
+    merge = {"outcome": "done", "transitions": ["instance 0 and 1 -> 4 (devices 0, 1)"], "reason": "748 tokens"}
     decision = control.decisions(1)[0]
     control.decisions = lambda limit: [decision | merge]
     with serving(FakeClient(control=control)) as address:

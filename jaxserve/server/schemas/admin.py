@@ -35,7 +35,7 @@ class PlanEditBody(Body):
     """A change of the set of instances."""
 
     action: Literal["merge", "split", "add", "remove", "drain", "undrain"]
-    instances: Annotated[tuple[Name, ...], Field(max_length=1024)] = ()
+    instances: Annotated[list[Name], Field(default_factory=list, max_length=1024)]
     into: Annotated[int, Field(ge=2, le=1024)] | None = None  # instances that one is split into; default: 2
     # Of an instance that is added; default: the first free ones.
     devices: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=1024)] | None = None
