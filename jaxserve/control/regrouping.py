@@ -193,11 +193,11 @@ class Regrouping:
     ) -> GroupedInstance:
         count, limits = len(members), self.resources.limits_of(plan.tp)
         taken = [moves.take(member.core) for member in members]
-        pages = PagePool.joined(
-            [member.core.scheduler.pages for member in members],
-            min_pages=min(limits.min_pages, plan.kv_pages),  # it may get the pages of the longest sequence afterwards
-            max_pages=limits.max_pages,
-        )
+        pools = [member.core.scheduler.pages for member in members]
+        # The longest sequence may need more pages than the members have together. The pool grows to these right after
+        # the merge, and has at least as many from then on, except right before a split.
+        least = min(limits.min_pages, sum(pool.min_pages for pool in pools))
+        pages = PagePool.joined(pools, min_pages=least, max_pages=limits.max_pages)
         whole = self.host.merge(members, plan, pages, undo)
         for index, states in enumerate(taken):
             moves.give(whole.core, states, partial(_joined, count, index), partial(_parted, count))
@@ -216,8 +216,8 @@ class Regrouping:
         without_pages = moves.take(core, sides.recompute, keep_pages=False)
         states = moves.take(core)
         sides.carry_out(pool, requests, lambda pages: self.host.move_pages(whole, pages))
-        min_pages = min(limits.min_pages, plans[0].kv_pages)
-        pools = pool.parted(count, min_pages=min_pages, max_pages=limits.max_pages)
+        least = min(limits.min_pages, pool.num_pages // count)
+        pools = pool.parted(count, min_pages=least, max_pages=limits.max_pages)
         parts = list(self.host.split(whole, plans, pools, undo))
         for index, part in enumerate(parts):
             own = [state for state in states if sides.sides[state.request.id] == index]

@@ -51,8 +51,8 @@ def test_error_names_the_device_that_lacks_memory_and_no_device_changes() -> Non
     assert entries_of(booked) == {device: {"runtime": 10} for device in range(3)}
 
 
-def test_further_device_gets_a_ledger_once_something_is_placed_there() -> None:
-    booked = DeviceLedgers({0: Ledger(100)}, lambda: Ledger(50, {"runtime": 10}))
+def test_spare_device_has_a_ledger_once_something_is_placed_there() -> None:
+    booked = DeviceLedgers({0: Ledger(100)}, {5: Ledger(50, {"runtime": 10})})
     with pytest.raises(MemoryBudgetError, match="device 5"):
         booked.update("a", {5: {"kv": 41}})
     assert list(booked) == [0]
