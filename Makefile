@@ -5,6 +5,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 WORKERS ?= 3
 ARGS ?=
+DEVICES ?= auto
 
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.jaxserve
@@ -15,7 +16,7 @@ CUDA_PLUGIN := $(VENV)/cuda-plugin
 SOURCES := jaxserve tests bench examples scripts setup.py $(wildcard pallas_kernels checkpoints)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test test-clients check check-gpu-compile format bench bench-peers clean
+.PHONY: help serve demo demo-cluster test test-clients check check-gpu-compile format bench bench-peers clean
 # All targets share one environment.
 .NOTPARALLEL:
 
@@ -27,6 +28,9 @@ serve: $(RUNTIME) $(NATIVE) ## serve the bundled model (HOST, PORT, ARGS="MODEL 
 
 demo: $(RUNTIME) $(NATIVE) ## watch precision and KV cache follow a burst: writes build/demo/report.html and result.json
 	@$(BIN)/python -m bench.demo $(ARGS)
+
+demo-cluster: $(RUNTIME) $(NATIVE) ## watch instances merge for long prompts and split again (DEVICES=auto|virtual|gpu)
+	@$(BIN)/python -m bench.cluster --devices $(DEVICES) $(ARGS)
 
 # Three processes even on two cores, because tests wait for servers; each takes up to about 5 GB.
 # A process with a hanging test is ended, and replaced once.

@@ -6,9 +6,9 @@ A server runs several instances of a small model with random weights. While shor
 are longer than the KV pages of one device: for the first, two instances merge, for the second all of them. Afterwards
 they split. With `--rounds`, all instances then merge and split by hand this many times, and the time is measured.
 
-Prints what happens, and writes result.json, dashboard.json (what the dashboard shows) and, if there are
-Chromium and playwright, dashboard.png. Fails unless every request was answered, instances merged and split, and the policy static refuses the
-long prompt.
+Prints what happens, and writes result.json, dashboard.json (what the dashboard shows) and, if there are Chromium and
+playwright, dashboard.png. Fails unless every request was answered, instances merged and split, and the policy static
+refuses the long prompt.
 """
 
 import argparse

@@ -29,7 +29,7 @@ class Setup:
 
     @classmethod
     def of(cls, devices: str) -> "Setup":
-        """Return the setup for "virtual" devices, for the machine's accelerators ("gpu"), or for what there is ("auto").
+        """Return the setup for "virtual" devices, the machine's accelerators ("gpu"), or what there is ("auto").
 
         Raise ConfigError if there are too few.
         """

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from jaxserve.core.errors import MemoryBudgetError
 
@@ -46,14 +46,13 @@ class DeviceLedgers(Mapping[int, Ledger]):
     """The ledgers of several devices by their index, changed together or not at all. Thread-safe.
 
     Every owner, such as an instance, has entries of its own. A ledger shows their sums: instances may share a device.
+    Those of spare devices are not among these ledgers before an owner has entries there.
     """
 
-    def __init__(self, ledgers: Mapping[int, Ledger], new: Callable[[], Ledger] | None = None):
-        """The entries that `ledgers` have already belong to no owner, and stay.
-
-        `new` returns the ledger of a further device, which gets it once something is placed there.
-        """
-        self._ledgers, self._new, self._lock = dict(ledgers), new, threading.Lock()
+    def __init__(self, ledgers: Mapping[int, Ledger], spare: Mapping[int, Ledger] | None = None):
+        """The entries that the ledgers have already belong to no owner, and stay. `spare`: those of spare devices."""
+        # Never changed, but replaced, because other threads may be reading it.
+        self._ledgers, self._spare, self._lock = dict(ledgers), dict(spare or {}), threading.Lock()
         self._owned: dict[str, DeviceEntries] = {}
 
     def __getitem__(self, device: int) -> Ledger:
@@ -91,35 +90,30 @@ class DeviceLedgers(Mapping[int, Ledger]):
         Raise `MemoryBudgetError` that names the device if they exceed its budget; then nothing changes.
         """
         with self._lock:
-            all_sums = self._checked_sums(owners)
-            # Another mapping, because other threads may be reading the old one.
-            self._ledgers = {**self._ledgers, **{device: self._ledger(device) for device in all_sums}}
-            for device, sums in all_sums.items():
-                self._ledgers[device].update(sums)
+            for device, sums in self._checked_sums(owners).items():
+                self._of(device).update(sums)
+                if device in self._spare:
+                    self._ledgers = {**self._ledgers, device: self._spare.pop(device)}
             for owner, entries in owners.items():
                 self._owned[owner] = {device: dict(sizes) for device, sizes in entries.items()}
                 if not entries:
                     del self._owned[owner]
+
+    def _of(self, device: int) -> Ledger:
+        return self._ledgers[device] if device in self._ledgers else self._spare[device]
 
     def _checked_sums(self, owners: Mapping[str, DeviceEntries]) -> dict[int, dict[str, int]]:
         """Return the sums over all owners on each device that changes. Raise `MemoryBudgetError` if they do not fit."""
         before = {owner: self._owned.get(owner, {}) for owner in owners}
         all_sums = {}
         for device in dict.fromkeys(device for side in (before, owners) for each in side.values() for device in each):
-            ledger = self._ledger(device)
-            sums = Counter(ledger.entries)
+            sums = Counter(self._of(device).entries)
             for owner, entries in owners.items():
                 sums.subtract(before[owner].get(device, {}))
                 sums.update(entries.get(device, {}))
             try:
-                ledger.check(sums)
+                self._of(device).check(sums)
             except MemoryBudgetError as error:
                 raise MemoryBudgetError(f"device {device}: {error}") from None
             all_sums[device] = dict(sums)
         return all_sums
-
-    def _ledger(self, device: int) -> Ledger:
-        """Return the ledger of a device, a new one if it has none."""
-        if device not in self._ledgers and self._new is not None:
-            return self._new()
-        return self._ledgers[device]

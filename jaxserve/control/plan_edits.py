@@ -122,10 +122,10 @@ class PlanEditor:
     def _free(self, plan: Plan, count: int) -> tuple[int, ...]:
         """Return the first devices that no instance has."""
         taken = {device for instance in plan.instances for device in instance.devices}
-        free = [device for device in range(self.resources.num_devices) if device not in taken]
+        free = [device for device in range(self.resources.devices) if device not in taken]
         if len(free) < count:
             raise PlanError(
-                f"an instance needs {count} of the machine's {self.resources.num_devices} devices: {len(free)} are free"
+                f"an instance needs {count} of the machine's {self.resources.devices} devices: {len(free)} are free"
             )
         return tuple(free[:count])
 

@@ -253,7 +253,7 @@ def _check_shape(instance: InstancePlan, old: Plan, resources: Resources) -> Non
         raise PlanError(f"instance {instance.name} must have the blocks {blocks[0]} to {blocks[-1]}, in this order")
     degrees = {stage.tp for present in old.instances for stage in present.stages}
     for index, stage in enumerate(instance.stages):
-        if resources.num_devices and not resources.degrees and stage.tp not in degrees:
+        if resources.devices and not resources.degrees and stage.tp not in degrees:
             raise PlanError(
                 f"instance {instance.name}, stage {index} has {stage.tp} devices: it must have "
                 f"{_words(sorted(degrees))} (tp, max_tp)"

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from jaxserve.control.costs import CostModel
 from jaxserve.control.degree_limits import DegreeLimits
@@ -48,7 +49,8 @@ class Resources:
     page_size: int = 16  # tokens
     max_len: int = 0  # tokens of the longest sequence; 0: as many as the smallest number of KV pages holds
     degrees: tuple[DegreeLimits, ...] = ()  # by degree of tensor parallelism; () if instances are never merged
-    num_devices: int = field(default=0, compare=False)  # of the machine; 0: unknown
+    # Devices of the machine, which plans name by their indices; 0 if unknown. Sizes do not depend on it.
+    devices: int = field(default=0, compare=False)
     least_pages = Renamed("min_pages")
     most_pages = Renamed("max_pages")
     kept = Renamed("in_place")
@@ -272,11 +274,10 @@ def _check_pages(instance: InstancePlan, resources: Resources) -> None:
 
 def _check_devices(instances: tuple[InstancePlan, ...], resources: Resources) -> None:
     for instance in instances:
-        last = max(instance.devices)
-        if 0 < resources.num_devices <= last:
+        unknown = sorted(device for device in instance.devices if not 0 <= device < (resources.devices or inf))
+        if unknown:
             raise PlanError(
-                f"instance {instance.name} is on device {last}: the machine has {resources.num_devices} devices, "
-                "which are numbered from 0"
+                f"instance {instance.name} is on device {unknown[0]}: the devices are 0 to {resources.devices - 1}"
             )
     needs = resources.device_bytes(*instances)
     device = max(needs, key=lambda index: needs[index])

@@ -2,9 +2,9 @@
 
     policy -> structural change -> align the instances that end -> regroup -> finish the new ones
 
-A change whose programs are not compiled yet waits for them. If a part fails, instances that were aligned and have not
-ended get their plans back. Instances that take part are held meanwhile: their own control asks no policy about them.
-All others go on.
+A change waits for programs that are not compiled yet, and for requests that no instance could hold afterwards. While it
+is carried out, instances that take part are held: their own control asks no policy about them. All others go on. If a
+part fails, instances that were aligned and have not ended get their plans back.
 """
 
 import logging
@@ -117,13 +117,13 @@ class StructureController:
     def _decide(self, now: float, policy: Any, view: ServiceView, instances: Mapping[str, InstanceController]) -> None:
         """Ask the policy, and begin the change that it wants. Errors are treated as in `InstanceController`.
 
-        A change that waits for programs does not begin: the policy is asked again at the next tick, and may want
-        something else by then.
+        A change that has to wait does not begin: the policy is asked again at the next tick, and may want something
+        else by then.
         """
         plan = self._in_force.plan
         self._asked = asked = object()
         reason, error, change, wanted = "the policy failed", "", None, plan
-        cold: list[int] = []
+        waits = ""
         try:
             proposal = policy.restructure(view, plan, self._state)
             reason, wanted, state = proposal.reason, proposal.plan, proposal.state
@@ -131,7 +131,7 @@ class StructureController:
                 change = structural_change(plan, wanted, self._resources)
                 if not has_same_instances(plan, wanted):
                     self.check(wanted)
-                    cold = self._devices_without_programs(wanted)
+                    waits = self._waits_for(view, wanted)
         except PlanError as refused:
             error = str(refused)
         except Exception as failure:
@@ -143,26 +143,27 @@ class StructureController:
             if error:
                 self._record(self._decision(now, reason, f"rejected: {error}"))
                 self._fail(now)
-            elif cold:
-                devices = f"device{'s' if len(cold) > 1 else ''} {', '.join(map(str, cold))}"
-                self.note = f"{reason}: waits for the programs of {devices}"
+            elif waits:
+                self.note = f"{reason}: waits for {waits}"
             elif change is None or not (change.regroups or change.finish):
                 self._state, self.note = state, reason
             else:
                 self._begin(now, reason, wanted, change, state, instances)
 
-    def _devices_without_programs(self, plan: Plan) -> list[int]:
-        """Return the devices of instances that would begin and whose programs are still being compiled."""
+    def _waits_for(self, view: ServiceView, plan: Plan) -> str:
+        """Return what has to come before the instances of a plan can begin; "" for nothing."""
         assert self._actuator is not None
-        there = {instance.name: instance for instance in self._in_force.plan.instances}
-        beginning = [
-            instance
-            for instance in plan.instances
-            if (old := there.get(instance.name)) is None or not old.same_place(instance)
-        ]
+        present, wanted = self._in_force.plan.instances, plan.instances
+        ending = [old for old in present if not any(_is_same(old, new) for new in wanted)]
+        longest = max((view.longest(instance.name) for instance in ending), default=0)
+        if longest > max(self._resources.limits_of(instance.tp).max_len for instance in wanted):
+            return f"the end of a request of {longest} tokens, which no instance could hold"
+        beginning = [new for new in wanted if not any(_is_same(old, new) for old in present)]
         # All are asked about, so that the programs of all are compiled.
         cold = [instance for instance in beginning if not self._actuator.is_warm(instance)]
-        return sorted({device for instance in cold for device in instance.devices})
+        devices = sorted({device for instance in cold for device in instance.devices})
+        names = ", ".join(map(str, devices))
+        return f"the programs of device{'s' if len(devices) > 1 else ''} {names}" if devices else ""
 
     def _begin(
         self,
@@ -282,6 +283,10 @@ class StructureController:
 
 
 _ALIGN, _REGROUP, _FINISH, _RESTORE = "align", "regroup", "finish", "restore"
+
+
+def _is_same(old: InstancePlan, new: InstancePlan) -> bool:
+    return old.name == new.name and old.same_place(new)
 
 
 def _members(change: StructuralChange) -> list[str]:

@@ -175,8 +175,8 @@ class EngineConfig:
         Option(
             "Adaptation",
             "Policy that changes the plan: static, manual, morph, morph-int8, morph-performance (presets of the "
-            "objectives and thresholds of morph), tp_transform (instances merge and split, up to --max-tp), a YAML file "
-            "or FILE.py:NAME; several with + in between decide together, as in tp_transform+morph.",
+            "objectives and thresholds of morph), tp_transform (instances merge and split, up to --max-tp), a YAML "
+            "file or FILE.py:NAME; several with + in between decide together, as in tp_transform+morph.",
         ),
     ] = "static"
     slo_ttft: Annotated[

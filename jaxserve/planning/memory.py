@@ -229,7 +229,7 @@ def plan_memory(
         granule=granule,
         shapes=spec.buckets,
         page_size=config.page_size,
-        num_devices=spec.num_devices,
+        devices=spec.devices,
     )
     free = min(room.free for room in rooms_of(spec.plan.instances, limits))
     if config.kv_pages is None and (swap_room := int(SWAP_SHARE * free)) > 0:
@@ -253,8 +253,11 @@ def plan_memory(
 def _ledgers(plan: Plan, limits: Resources) -> DeviceLedgers:
     """Return the ledgers of all devices, with the entries of a plan's instances."""
     runtime = {"runtime": limits.runtime} if limits.runtime else {}
-    new = partial(Ledger, limits.budget, runtime)
-    ledgers = DeviceLedgers({device: new() for device in limits.device_entries(*plan.instances)}, new)
+    used = limits.device_entries(*plan.instances)
+    ledgers = DeviceLedgers(
+        {device: Ledger(limits.budget, runtime) for device in used},
+        {device: Ledger(limits.budget, runtime) for device in range(limits.devices) if device not in used},
+    )
     for instance in plan.instances:
         ledgers.update(instance.name, limits.device_entries(instance))
     return ledgers

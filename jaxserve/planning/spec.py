@@ -30,7 +30,7 @@ class EngineSpec:
     kv_dtype: str
     wanted_len: int  # tokens of the longest sequence that the user asks for
     buckets: Buckets
-    num_devices: int  # of the machine, of which instances may use some only later
+    devices: int  # of the machine
 
     @classmethod
     def of(

@@ -51,6 +51,17 @@ def test_error_names_the_device_that_lacks_memory_and_no_device_changes() -> Non
     assert entries_of(booked) == {device: {"runtime": 10} for device in range(3)}
 
 
+def test_spare_device_has_a_ledger_once_something_is_placed_there() -> None:
+    booked = DeviceLedgers({0: Ledger(100)}, {5: Ledger(50, {"runtime": 10})})
+    with pytest.raises(MemoryBudgetError, match="device 5"):
+        booked.update("a", {5: {"kv": 41}})
+    assert list(booked) == [0]
+    booked.update("a", {5: {"kv": 40}})
+    assert entries_of(booked) == {0: {}, 5: {"runtime": 10, "kv": 40}}
+    booked.update("a", {})
+    assert entries_of(booked) == {0: {}, 5: {"runtime": 10}}
+
+
 def test_owner_that_leaves_a_device_gives_its_memory_back() -> None:
     booked = ledgers()
     booked.update("0", {0: {"weights": 90}})

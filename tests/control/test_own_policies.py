@@ -98,6 +98,12 @@ def test_declared_precisions_that_are_none_are_refused(tmp_path: Path, declared:
         precisions_of(source)
 
 
+def test_policies_that_change_no_layer_need_no_precision() -> None:
+    assert precisions_of("static") == precisions_of("tp_transform") == ()
+    assert precisions_of("manual") is None, "an operator may ask for any precision"
+    assert precisions_of("tp_transform+morph") == precisions_of("morph")
+
+
 def test_policy_for_all_instances_at_once_is_told_what_changed(tmp_path: Path) -> None:
     source = own(tmp_path, OWN.replace("snapshot,", "snapshots,"))
     with pytest.raises(

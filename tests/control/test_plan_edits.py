@@ -20,7 +20,7 @@ def limits(tp: int) -> DegreeLimits:
 
 
 def editor(*degrees: int, used: tuple[str, ...] = ()) -> PlanEditor:
-    resources = replace(machine(max_pages=4000), num_devices=6, degrees=tuple(map(limits, degrees or (1, 2, 4))))
+    resources = replace(machine(max_pages=4000), devices=6, degrees=tuple(map(limits, degrees or (1, 2, 4))))
     return PlanEditor(START, resources, used)
 
 

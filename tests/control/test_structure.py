@@ -63,6 +63,7 @@ class Service:
             self.in_force, policy, MACHINE, self.actuators, regrouper=self.regrouper, backoff=Backoff(1.0, 2.0, 8.0)
         )
         self.waiting = WaitingRoom()
+        self.longest: dict[str, int] = {}  # tokens of the longest sequence, by instance
         self.now = 0.0
 
     def run(self, seconds: float) -> None:
@@ -71,7 +72,7 @@ class Service:
             for actuator in self.actuators.values():
                 actuator.now = self.now
             snapshots = {plan.name: replace(IDLE, time=self.now) for plan in self.in_force.plan.instances}
-            self.controller.tick(self.now, snapshots, self.waiting)
+            self.controller.tick(self.now, snapshots, self.waiting, lambda name: self.longest.get(name, 0))
 
     @property
     def outcomes(self) -> list[str]:
@@ -158,6 +159,20 @@ def test_a_change_waits_for_programs() -> None:
     assert service.instances == WITH_MERGED.instances
     assert service.outcomes == ["done"]
     assert service.controller.note == ""
+
+
+def test_a_change_waits_for_requests_that_no_instance_could_hold() -> None:
+    limit = MACHINE.limits_of(1).max_len
+    service = Service(ManualPolicy(Plan(1, FOUR.instances[:3])))
+    service.longest["3"] = limit + 1
+    service.run(0.5)
+    expected = (
+        f"the operator's plan: waits for the end of a request of {limit + 1} tokens, which no instance could hold"
+    )
+    assert (service.controller.note, service.outcomes) == (expected, [])
+    service.longest["3"] = limit
+    service.run(0.3)
+    assert service.instances == FOUR.instances[:3]
 
 
 def test_the_programs_of_all_instances_that_wait_are_asked_for() -> None:

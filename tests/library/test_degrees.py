@@ -17,7 +17,7 @@ from jaxserve.core.degrees import Degrees
 from jaxserve.kernels import native
 from jaxserve.planning import resolve as resolution
 from jaxserve.planning.kv_pages import of_degree
-from jaxserve.planning.resolve import MAX_PADDING, resolve
+from jaxserve.planning.resolve import MAX_PADDING, Resolved, resolve
 from jaxserve.planning.sizes import padding_cost
 from jaxserve.sim.cluster import model_config
 from jaxserve.sim.shape import ModelShape
@@ -36,6 +36,21 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 def write(folder: Path, config: dict[str, Any]) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def test_policy_that_only_merges_holds_no_variants_and_reserves_nothing_for_them(tmp_path: Path) -> None:
+    folder = write(tmp_path, TINY | {"num_key_value_heads": 4, "num_attention_heads": 4})
+
+    def resolved(policy: str) -> Resolved:
+        options = {"load_format": "dummy", "memory_gb": 8, "dp": 2, "max_tp": 2}
+        return resolve(EngineConfig(model=folder, policy=policy, **options))
+
+    static, merging = resolved("static"), resolved("tp_transform")
+    assert merging.variants == static.variants == ()
+    assert merging.buckets == static.buckets
+    assert merging.plan == static.plan
+    assert merging.limits.degrees == static.limits.degrees
+    assert resolved("manual").variants[0] == resolved("tp_transform+morph").variants[0] == "int4"
 
 
 def test_degrees_double_from_the_start_to_the_largest() -> None:

@@ -42,17 +42,9 @@ def server(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy")
     (folder / "soon.yaml").write_text("policy: tp_transform\nsettings: {hold: 0.3}\n")
     given = [text for name, value in OPTIONS.items() for text in (f"--{name}", str(value))]
-    more = [
-        "--port",
-        "0",
-        "--no-warmup",
-        "--no-fuse",
-        "--compile-cache",
-        str(folder),
-        "--policy",
-        f"{folder}/soon.yaml",
-    ]
-    with server_process("-m", "jaxserve.cli.main", "serve", str(model), *given, *more) as server:
+    given += ["--port", "0", "--no-warmup", "--no-fuse"]
+    given += ["--compile-cache", str(folder), "--policy", f"{folder}/soon.yaml"]
+    with server_process("-m", "jaxserve.cli.main", "serve", str(model), *given) as server:
         wait_for(lambda: httpx.get(f"{server.url}/ready").is_success)
         yield server.url
 
@@ -125,9 +117,8 @@ def test_operators_merge_split_drain_remove_and_add_instances(server):
         return done.stdout
 
     wait_for(lambda: is_as_at_the_start(server))
-    first, second, *_ = [
-        state["name"] for state in sorted(status(server)["instance_states"], key=lambda s: s["devices"])
-    ]
+    states = sorted(status(server)["instance_states"], key=lambda state: state["devices"])
+    first, second, *_ = [state["name"] for state in states]
     assert "the policy manual decides" in plan("merge", second, first)
     assert devices(server) == [[0, 1], [2], [3]]
     merged = next(state["name"] for state in status(server)["instance_states"] if state["tp"] == 2)

@@ -166,26 +166,22 @@ def test_page_shows_where_instances_run_and_how_they_changed(open_page, device):
     names = {"instances": ["4", "2", "3"], "instance_states": states}
     control.status = lambda: status | names
     samples[-1]["waiting_room"] = 2
-    merge = {
-        "outcome": "done",
-        "transitions": ["instance 0 and 1 -> 4 (devices 0, 1)"],
-        "reason": "a request needs 748 tokens",
-    }
+    merge = {"outcome": "done", "transitions": ["instance 0 and 1 -> 4 (devices 0, 1)"], "reason": "748 tokens"}
     decision = control.decisions(1)[0]
     control.decisions = lambda limit: [decision | merge]
     with serving(FakeClient(control=control)) as address:
         page = open_page(address.url, **device)
         wait_for_state(page, "live")
         heads = page.locator("#instances h3").all_text_contents()
-        assert heads[0] == "Instance 4devices 0, 1 · draining · 2 running, KV 31 %"
-        assert heads[1] == "Instance 2device 2 · 2 running, KV 31 %"
+        assert heads[0] == "Instance 4 devices 0, 1 · draining · 2 running, KV 31 %"
+        assert heads[1] == "Instance 2 device 2 · 2 running, KV 31 %"
         assert page.locator(".regroup").text_content() == "instance 0 and 1 → 4 (devices 0, 1)"
         assert "2 in the waiting room" in re.sub(r"\s+", " ", page.locator("#queue").text_content())
         save_screenshot(page, f"merged-{device['viewport']['width']}")
         states[0] = state | {"name": "5", "devices": [0]}
         names["instances"] = ["5", "2", "3"]
         samples[-1]["waiting_room"] = 0
-        wait_for_text(page, "#instances h3", "Instance 5device 0")
+        wait_for_text(page, "#instances h3", "Instance 5 device 0")
 
 
 @pytest.mark.parametrize("device", [DESK, PHONE], ids=["desk", "phone"])

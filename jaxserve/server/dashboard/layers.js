@@ -47,7 +47,7 @@ export class Strip {
     this.states = [];
     const rows = instances.map((layers, index) => {
       const state = element("span", { class: "state" });
-      const title = total > 1 || this.several ? [element("h3", {}, `Instance ${names[index]}`, state)] : [];
+      const title = total > 1 || this.several ? [element("h3", {}, `Instance ${names[index]} `, state)] : [];
       this.states.push(state);
       const cells = layers.map((layer) => this.#cell(layer.block));
       const strip = element("ol", { "aria-label": `Layers of instance ${names[index]}` }, ...cells);

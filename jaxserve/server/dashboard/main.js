@@ -17,7 +17,7 @@ const NOTHING = "The policy has not had to change anything yet.";
 const JITTER = 1.5;
 
 const timeline = new Timeline();
-const state = { status: null, range: 900, heard: null };
+const state = { status: null, range: 900, heard: null, roomUsed: false };
 const strip = new Strip(byId("instances"), byId("precisions"));
 const log = new Log({ list: byId("log"), empty: byId("log-empty"), count: byId("log-count") });
 const memory = new Memory({
@@ -42,7 +42,7 @@ const layersOf = (sample, name) =>
 const QUEUE = [
   { name: "Running", class: "running", value: (sample) => sample.running },
   { name: "Waiting", class: "waiting", value: (sample) => sample.waiting },
-  { name: "In the waiting room", class: "room", value: (sample) => sample.waiting_room ?? 0 },
+  { name: "In the waiting room", class: "room", value: (sample) => (state.roomUsed ? (sample.waiting_room ?? 0) : null) },
 ];
 
 const charts = [
@@ -167,6 +167,7 @@ function showEvent(event, first) {
   timeline.samples.push(...event.samples);
   while (timeline.samples.length && timeline.samples[0].time < status.time - KEPT - 1) timeline.samples.shift();
   if (timeline.cursor && !timeline.samples.includes(timeline.cursor)) timeline.cursor = null;
+  state.roomUsed = timeline.samples.some((sample) => sample.waiting_room); // no line without any
   state.status = status;
   state.heard = Date.now() / 1e3;
   if (event.decisions) {
