@@ -58,7 +58,7 @@ def cluster(
         max_queued_tokens=10**10,
     )
     made = resolve_cluster(config, ModelShape.load("qwen2.5-32b"), hardware(links))
-    return made if links == "nvlink" else _with_paper_lengths(made)
+    return made if links == "nvlink" or max_tp == 1 else _with_paper_lengths(made)
 
 
 def _with_paper_lengths(cluster: Cluster) -> Cluster:

@@ -5,7 +5,7 @@
 Short requests of 1K tokens arrive 60 times a minute, long ones of 50K once a minute, at eight instances of one device
 each. All systems can merge and split instances, at the same costs. Round-robin and least-load-first send each request
 to an instance without asking whether it can hold it; if it cannot, it merges with its neighbours. The lengths of
-answers are not given in the paper: with `SHORT_OUT`, eight instances of degree 1 are loaded to about three quarters.
+answers are not given in the paper: with `SHORT_OUT`, eight instances of degree 1 are loaded to about two thirds.
 """
 
 from dataclasses import replace
@@ -22,7 +22,8 @@ from jaxserve.sim.build import BuiltSimulation
 from jaxserve.sim.simulation import SimRequest
 
 SHORT_IN, LONG_IN = 1024, 50_000
-SHORT_OUT, LONG_OUT = 1024, 1024
+SHORT_OUT, LONG_OUT = 2048, 1024
+SYSTEMS = ("tp_transform", "round-robin", "least-load-first")
 
 
 class BlindRouter(Router):
@@ -101,3 +102,49 @@ def trace(seconds: float, seed: int = 0, short_per_min: float = 60.0) -> list[Si
         *(SimRequest(float(time), SHORT_IN, SHORT_OUT) for time in short if time < seconds),
         *(SimRequest(float(time), LONG_IN, LONG_OUT) for time in long if time < seconds),
     ]
+
+
+def rows(links: str, seconds: float, seeds: int) -> list[tuple[object, ...]]:
+    """Return the rows of one kind of links: means over the seeds."""
+    figures: dict[str, list[Figures]] = {name: [] for name in SYSTEMS}
+    times: dict[str, list[str]] = {}
+    for seed in range(seeds):
+        for name in SYSTEMS:
+            made = system(name, links=links)
+            figures[name].append(Figures.of(served(made, trace(seconds, seed))))
+            times.setdefault(name, []).append(str(len(made.control.pauses) if made.control else 0))
+
+    def mean(name: str, value: str) -> float:
+        return float(np.mean([getattr(each, value) for each in figures[name]]))
+
+    ours = mean(SYSTEMS[0], "goodput")
+    return [
+        (
+            name,
+            f"{mean(name, 'throughput'):.0f}",
+            f"{mean(name, 'goodput'):.0f}",
+            "" if name == SYSTEMS[0] else f"{ours / mean(name, 'goodput') - 1:+.1%}",
+            f"{mean(name, 'within_slo'):.1%}",
+            f"{mean(name, 'p95_ttft'):.1f}",
+            f"{1e3 * mean(name, 'p95_tpot'):.0f}",
+            ", ".join(times[name]),
+        )
+        for name in SYSTEMS
+    ]
+
+
+def main() -> None:
+    """Run all systems, with both kinds of links, and report."""
+    options = options_of(__doc__)
+    seconds, seeds = (240.0, 1) if options.quick else (1800.0, 3)
+    header = ("scheduler", "tokens/s", "within the SLO", "ours is better by", "requests within it", "P95 TTFT, s",
+              "P95 TPOT, ms", "regroups")  # fmt: skip
+    text = "# Schedulers of instances that merge, Qwen2.5-32B on 8 x H20, simulated\n\n"
+    text += f"Answers of {SHORT_OUT} and {LONG_OUT} tokens, {seconds:g} s, {seeds} seeds.\n"
+    for links, what in (("paper", "Links and longest contexts of the paper's table 1"), ("nvlink", "NVLink")):
+        text += f"\n## {what}\n\n{table(header, rows(links, seconds, seeds))}\n"
+    report(options, "tp-scheduler", text)
+
+
+if __name__ == "__main__":
+    main()
