@@ -10,7 +10,8 @@ bandwidth and the latency that was fitted to an H100 does not have.
 
 import argparse
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -57,8 +58,21 @@ def cluster(
         max_queued_requests=10**6,
         max_queued_tokens=10**10,
     )
-    made = resolve_cluster(config, ModelShape.load("qwen2.5-32b"), hardware(links))
+    with _expected_warnings():
+        made = resolve_cluster(config, ModelShape.load("qwen2.5-32b"), hardware(links))
     return made if links == "nvlink" or max_tp == 1 else _with_paper_lengths(made)
+
+
+@contextmanager
+def _expected_warnings() -> Iterator[None]:
+    """Silence the warnings that memory limits the longest context."""
+    logger = logging.getLogger("jaxserve.planning.kv_pages")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _with_paper_lengths(cluster: Cluster) -> Cluster:
@@ -146,11 +160,10 @@ class Figures:
 
 
 def options_of(doc: str | None) -> argparse.Namespace:
-    """Return the options of a script, and silence warnings about lengths that memory limits."""
+    """Return the options of a script."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help="shorter traces: shows that the script works")
     made.add_argument("--out", type=Path, default=Path("bench/out/sim"), help="folder for the table")
-    logging.getLogger("jaxserve").setLevel(logging.ERROR)
     return made.parse_args()
 
 

@@ -45,28 +45,21 @@ def rows_of(model: str) -> list[tuple[object, ...]]:
                 moved = movement(before, after, resources, groups)
                 seconds = 1e3 * (moved.seconds(resources) + overhead)
                 links = max(moved.links.values(), default=0)
-                rows.append(
-                    (model, f"{what} {count}", f"{usage:.0%}", f"{links / 1e9:.2f}", f"{moved.bytes_by_link / 1e9:.1f}",
-                     f"{max(moved.peak.values()) / 1e6:.0f}", f"{seconds / cluster.shape.num_layers:.2f}", f"{seconds:.0f}",
-                     f"{seconds / step:.1f}")
-                )  # fmt: skip
+                sizes = (
+                    f"{links / 1e9:.2f}",
+                    f"{moved.bytes_by_link / 1e9:.1f}",
+                    f"{max(moved.peak.values()) / 1e6:.0f}",
+                )
+                times = f"{seconds / cluster.shape.num_layers:.2f}", f"{seconds:.0f}", f"{seconds / step:.1f}"
+                rows.append((model, f"{what} {count}", f"{usage:.0%}", *sizes, *times))
     return rows
 
 
 def main() -> None:
     """Count what moves and report."""
     options = options_of(__doc__)
-    header = (
-        "model",
-        "change",
-        "KV in use",
-        "GB on a link",
-        "GB in all",
-        "MB beside",
-        "ms a layer",
-        "ms",
-        "decode steps",
-    )
+    header = ("model", "change", "KV in use", "GB on a link", "GB in all", "MB beside", "ms a layer", "ms",
+              "decode steps")  # fmt: skip
     text = "# Merges and splits, simulated\n\n"
     rows = [row for model in MACHINES for row in rows_of(model)]
     report(options, "tp-costs", text + table(header, rows) + "\n")

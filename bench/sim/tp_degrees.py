@@ -54,31 +54,18 @@ def rows(seconds: float, steps: int) -> list[tuple[object, ...]]:
     for name, (links, memory_gb) in SETTINGS.items():
         memory = cluster(memory_gb=memory_gb).memory
         for degree, (length, rate) in PAPER_TABLE.items():
-            (instance,) = with_degrees(
-                cluster(memory_gb=memory_gb, devices=degree, max_tp=degree), [degree]
-            ).memory.plan.instances
-            held = (instance.kv_pages - 1) * memory.config.page_size
-            own = throughput(degree, links, memory_gb, seconds, steps)
-            total = DEVICES // degree
-            found.append(
-                (
-                    name,
-                    degree,
-                    f"{held / 1024:.1f}K",
-                    f"{memory.max_len(degree) / 1024:.1f}K",
-                    length,
-                    f"{own:.0f}",
-                    rate,
-                )
-                + (f"{total * own:.0f}", total * rate)
-            )
+            alone = with_degrees(cluster(memory_gb=memory_gb, devices=degree, max_tp=degree), [degree])
+            held = (alone.memory.plan.instances[0].kv_pages - 1) * memory.config.page_size
+            own, count = throughput(degree, links, memory_gb, seconds, steps), DEVICES // degree
+            lengths = f"{held / 1024:.1f}K", f"{memory.max_len(degree) / 1024:.1f}K", length
+            found.append((name, degree, *lengths, f"{own:.0f}", rate, f"{count * own:.0f}", count * rate))
     return found
 
 
 def main() -> None:
     """Measure each degree and report."""
     options = options_of(__doc__)
-    seconds, steps = (60.0, 4) if options.quick else (600.0, 9)
+    seconds, steps = (60.0, 3) if options.quick else (600.0, 9)
     header = ("setting", "degree", "KV, tokens", "longest context", "paper", "tokens/s of an instance", "paper",
               f"on {DEVICES} GPUs", "paper")  # fmt: skip
     text = f"# Degrees of tensor parallelism, Qwen2.5-32B on {DEVICES} x H20, simulated\n\n"

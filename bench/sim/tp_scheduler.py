@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.sim.amoeba import built, cluster
+from bench.sim.amoeba import Figures, built, cluster, options_of, report, served
+from bench.sim.runs import table
 from jaxserve.control.plan import Plan
 from jaxserve.control.policies.tp_transform import TransformPolicy, TransformSettings, TransformState
 from jaxserve.control.policy import PlanProposal, ServiceView
