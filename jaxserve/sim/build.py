@@ -43,7 +43,8 @@ def build_simulation(
     in_force, control = PlanInForce(cluster.memory.plan), None
     policy = None if cluster.config.policy == STATIC else policy_of(cluster, model_folder)
     structural: object = policy
-    if isinstance(structural, StructuralPolicy):
+    unequal = cluster.memory.plan.largest_tp > cluster.config.tp
+    if unequal or isinstance(structural, StructuralPolicy):
         limits = ServiceLimits(in_force, cluster.resources, lambda: policy)
         front = SimFront(instances, cluster.info, clock, route=limits.route, max_model_len=limits.max_model_len)
         in_force.follow(front.reroute)

@@ -1,6 +1,7 @@
 """One simulated run: a workload on a cluster, with a result in the form of `jaxserve bench`."""
 
 import datetime
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -228,4 +229,21 @@ def _adaptation(control: SimControl | None, collected: CollectedAnswers) -> dict
         for outcome in control.outcomes
     ]
     decisions = [asdict(decision) for decision in control.decisions]
-    return {"decisions": decisions, "transitions": transitions, "restored_after_s": restored}
+    found = {"decisions": decisions, "transitions": transitions, "restored_after_s": restored}
+    return found | _regroups(control, collected)
+
+
+def _regroups(control: SimControl, collected: CollectedAnswers) -> dict[str, Any]:
+    """Return the pauses of regroups, and the seconds with each set of instances until the last answer.
+
+    A set is written as instances by their degree: "4x1 + 1x4". Nothing is returned if the set has never changed.
+    """
+    if len(control.sets) == 1:
+        return {}
+    seconds: defaultdict[str, float] = defaultdict(float)
+    ends = [*(since.time for since in control.sets[1:]), max(collected.last_answer_s, control.sets[-1].time)]
+    for since, end in zip(control.sets, ends, strict=True):
+        degrees = Counter(plan.tp for plan in since.instances)
+        seconds[" + ".join(f"{count}x{tp}" for tp, count in sorted(degrees.items()))] += end - since.time
+    pauses = [asdict(pause) for pause in control.pauses]
+    return {"regroups": {"count": len(pauses), "pauses": pauses, "seconds_by_instances": dict(seconds)}}

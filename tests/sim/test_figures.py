@@ -73,3 +73,20 @@ def test_fidelity_has_the_real_engine_beside_the_simulated_one(monkeypatch, tmp_
     assert real["total_output_tokens"] == simulated["total_output_tokens"]
     assert simulated["simulated"]
     assert "simulated" not in real
+
+
+def test_what_merges_and_splits_cost(monkeypatch, tmp_path):
+    run(monkeypatch, "tp_costs", "--out", tmp_path)
+    found = {tuple(row[:3]): row for row in rows(tmp_path / "tp-costs.md")}
+    assert len(found) == 32
+    for (_, change, usage), row in found.items():
+        assert (float(row[3]) == 0) == (change.startswith("merge") and usage == "0%"), "weights stay where they are"
+    assert float(found["llama-3-8b", "merge 4", "90%"][7]) > float(found["llama-3-8b", "merge 4", "10%"][7])
+
+
+@pytest.mark.parametrize(("script", "lines"), [("tp_degrees", 9), ("tp_scheduler", 6), ("tp_mixes", 14)])
+def test_experiments_of_merging_instances_run(monkeypatch, tmp_path, script, lines):
+    run(monkeypatch, script, "--quick", "--out", tmp_path)
+    (table,) = tmp_path.glob("tp-*.md")
+    found = [row for row in rows(table) if row[0] not in ("instances", "scheduler") and "---" not in row[0]]
+    assert len(found) == lines
