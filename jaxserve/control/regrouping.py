@@ -137,8 +137,12 @@ class Regrouping:
         yield from self._finish(regroup, before, ended)
 
     def gradual(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> bool:
-        """Return whether a merge or a split goes layer by layer, because it would stop its instances for too long."""
-        return self._seconds(before, after) > self.longest_stop
+        """Return whether a merge or a split goes layer by layer, because it would stop its instances for too long.
+
+        It would with pools full of contents.
+        """
+        groups = min(plan.kv_pages for plan in (*before, *after))
+        return self._seconds(before, after, groups) > self.longest_stop
 
     def _finish(self, regroup: Regroup, before: Sequence[InstancePlan], ended: Sequence[Any]) -> Waits[None]:
         """Free what has ended, and book what the new instances take."""
@@ -155,11 +159,11 @@ class Regrouping:
         more = {device: size - old[device] for device, size in new.items() if size > old[device]}
         self.ledgers.replace({OWNER: {device: {SWAP_BUFFER: size} for device, size in more.items()}})
 
-    def _seconds(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> float:
-        """Estimate how long it takes to load the weights of instances on devices of their own."""
+    def _seconds(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan], groups: int = 0) -> float:
+        """Estimate how long it takes to move the weights of instances, and groups of KV pages (`movement`)."""
         names = {plan.name for plan in before}
         others = [plan for plan in self.in_force.plan.instances if plan.name not in names]
-        return movement(before, after, self.resources, others=others).seconds(self.resources)
+        return movement(before, after, self.resources, groups, others).seconds(self.resources)
 
     # -- at the rendezvous
 

@@ -66,7 +66,7 @@ class SimRegroupActuator:
         return True
 
     def _stop(self, wait: Rendezvous | BetweenStepsOf) -> None:
-        """Stop instances. A real instance that waits between two steps has dispatched both, which takes less time."""
+        """Stop instances. Between two steps of a real one the device has work, so that this is slower than real."""
         names = (wait.instance,) if isinstance(wait, BetweenStepsOf) else wait.instances
         self._front.stop(names, lambda: self._agenda.add(self._clock.now(), partial(self._commit, wait, names)))
 
@@ -80,7 +80,9 @@ class SimRegroupActuator:
             self._go_on(None, error)
             return
         seconds, link_bytes = self._host.take_pause()
-        pause = Pause(now, tuple(names), self._host_seconds + seconds, link_bytes)
+        if isinstance(wait, Rendezvous):  # otherwise the host works while the device has steps to run
+            seconds += self._host_seconds
+        pause = Pause(now, tuple(names), seconds, link_bytes)
         self.pauses.append(pause)
         fence = Fence()
         fence.passes()

@@ -246,4 +246,4 @@ def _regroups(control: SimControl, collected: CollectedAnswers) -> dict[str, Any
         degrees = Counter(plan.tp for plan in since.instances)
         seconds[" + ".join(f"{count}x{tp}" for tp, count in sorted(degrees.items()))] += end - since.time
     pauses = [asdict(pause) for pause in control.pauses]
-    return {"regroups": {"count": len(pauses), "pauses": pauses, "seconds_by_instances": dict(seconds)}}
+    return {"regroups": {"count": len(control.sets) - 1, "pauses": pauses, "seconds_by_instances": dict(seconds)}}

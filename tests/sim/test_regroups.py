@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from jaxserve.control import gradual
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.policies import ManualPolicy
 from jaxserve.control.regroup import merged_plan
+from jaxserve.control.regrouping import Regrouping
 from jaxserve.core.config import EngineConfig
 from jaxserve.sim.build import BuiltSimulation, build_simulation
 from jaxserve.sim.cluster import Cluster, resolve_cluster
@@ -70,6 +72,13 @@ def test_every_token_of_a_moved_request_has_one_time() -> None:
         assert list(answer.token_times) == sorted(answer.token_times)
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instances merge and split at once, however long that takes."""
+    monkeypatch.setattr(Regrouping, "gradual", lambda *_: False)
+
+
+@pytest.mark.usefixtures("at_once")
 def test_instances_that_take_no_part_go_on() -> None:
     built, answers = run([*(SimRequest(0.5 * number, 100, 2000) for number in range(8)), SimRequest(20.0, LONG, 1)])
     merge, _ = built.control.pauses
@@ -90,6 +99,7 @@ def test_instances_that_take_no_part_go_on() -> None:
     assert gap(other=True) < merge.seconds < gap(other=False)
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_merge_stops_for_as_long_as_the_links_take() -> None:
     built, _ = run([*SHORT[:60], SimRequest(20.0, LONG, 1)])
     merge, split = built.control.pauses
@@ -172,3 +182,15 @@ def test_an_operator_merges_and_splits(largest: int) -> None:
         plans.append((merged_plan((pair, other), "12"),))
     answers = regrouped([*plans, start], SHORT[:60])
     assert [answer.error for answer in answers] == [None] * 60
+
+
+def test_layer_by_layer_no_pause_is_longer_than_a_step() -> None:
+    requests = [*SHORT[:60], SimRequest(20.0, LONG, 1)]
+    built, answers = run(requests)
+    pauses = built.control.pauses
+    layers = SHAPE.num_layers // gradual.LAYERS_AT_ONCE
+    assert len(pauses) == 2 * (layers + 2)
+    assert all(pause.seconds < 0.02 for pause in pauses)
+    assert {pause.instances for pause in pauses[1:]} == {("4",)}, "the merged one serves while its layers change"
+    for answer in answers.values():
+        assert len(answer.token_times) == answer.request.output_tokens
