@@ -185,9 +185,10 @@ class DeviceHost:
         undo: ExitStack,
     ) -> StepLoop:
         apart = ApartInstance(self._maker, plan, plans)
-        steps = self._maker.make(plan, apart.begin(list(map(_executor, members)), undo), pages)
+        steps = self._make(plan, apart.begin(list(map(_executor, members)), undo), pages, undo)
         apart.executor = _executor(steps)
         self._apart[steps] = apart
+        undo.callback(self._apart.pop, steps)
         return steps
 
     def know_members(self, instance: StepLoop, plan: InstancePlan, plans: Sequence[InstancePlan]) -> None:
@@ -230,7 +231,7 @@ class DeviceHost:
         self, instance: StepLoop, plans: Sequence[InstancePlan], pages: Sequence[PagePool], undo: ExitStack
     ) -> list[StepLoop]:
         parts = self._apart[instance].end(undo)
-        return [self._maker.make(plan, part, own) for plan, part, own in zip(plans, parts, pages, strict=True)]
+        return [self._make(plan, part, own, undo) for plan, part, own in zip(plans, parts, pages, strict=True)]
 
     # -- pages
 
@@ -262,6 +263,7 @@ class DeviceHost:
             del self.actuators[name]
         for steps in ended:
             self._ended.pop(steps).close()
+            self._apart.pop(steps, None)
             steps.core.close()
             _executor(steps).close()
 

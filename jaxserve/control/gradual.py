@@ -72,8 +72,11 @@ def merge_gradually(regrouping: Any, regroup: Regroup, before: Sequence[Instance
     try:
         yield from _change_all(host, plan, done, joint=True)
     except Exception:
-        yield from _change_all(host, plan, [], joint=False, layers=done[::-1])
-        yield Rendezvous((plan.name,), partial(_hand_over, regrouping, plan, before, []))
+        try:
+            yield from _change_all(host, plan, [], joint=False, layers=done[::-1])
+            yield Rendezvous((plan.name,), partial(_hand_over, regrouping, plan, before, ended))
+        finally:
+            yield from regrouping.release(regroup, ended)
         raise
     yield BetweenStepsOf(partial(_join_pages, regrouping, plan), plan.name)
 
@@ -138,15 +141,20 @@ def _hand_over(regrouping: Any, plan: InstancePlan, after: Sequence[InstancePlan
     pages = whole.core.scheduler.pages
     with ExitStack() as undo:
         moves = RequestMoves(undo, regrouping.now())
+        held = {
+            name: {page % count for sequence in sequences for page in sequence.pages}
+            for name, sequences in whole.core.unfinished.items()
+        }
+        # Sequences of one request that began again may have pages on several sides.
+        without_side = [name for name, sides in held.items() if len(sides) != 1]
+        again = moves.take(whole.core, without_side, keep_pages=False)
         states = moves.take(whole.core)
         parts = list(host.end_apart(whole, after, pages.sides, undo))
-        sides: list[list[Any]] = [[] for _ in after]
-        for state in states:
-            held = next((page for sequence in state.unfinished_sequences for page in sequence.pages), None)
-            side = min(range(count), key=lambda side: len(sides[side])) if held is None else held % count
-            sides[side].append(state)
-        for index, (part, own) in enumerate(zip(parts, sides, strict=True)):
+        for index, part in enumerate(parts):
+            own = [state for state in states if index in held[state.request.id]]
             moves.give(part.core, own, partial(_parted, count), partial(_joined, count, index))
+        for state in again:
+            moves.give(min(parts, key=lambda part: len(part.core.unfinished)).core, [state], None)
         regrouping.put_in_force([plan.name], after, parts, [])
         undo.pop_all()
     ended.append(whole)

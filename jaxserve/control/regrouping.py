@@ -123,18 +123,19 @@ class Regrouping:
             if kind is not Kind.COPY and self.gradual(before, regroup.after):
                 way = merge_gradually if kind is Kind.MERGE else split_gradually
                 yield from way(self, regroup, before, ended)
-                yield from self._finish(regroup, before, ended)
-                return
-            if kind is Kind.COPY:
-                staged = yield from self.host.stage(regroup.after, self._seconds(before, regroup.after))
-            others = [plan.name for plan in self.in_force.plan.instances if plan.name not in regroup.before]
-            stopped = (*regroup.before, *(others if kind is Kind.COPY and before else ()))
-            yield Rendezvous(stopped, partial(self._commit, regroup, before, kind, staged, others, ended))
+            else:
+                if kind is Kind.COPY:
+                    staged = yield from self.host.stage(regroup.after, self._seconds(before, regroup.after))
+                others = [plan.name for plan in self.in_force.plan.instances if plan.name not in regroup.before]
+                stopped = (*regroup.before, *(others if kind is Kind.COPY and before else ()))
+                yield Rendezvous(stopped, partial(self._commit, regroup, before, kind, staged, others, ended))
         except BaseException:
             self.host.discard(staged)
             self.ledgers.replace({OWNER: {}})
             raise
-        yield from self._finish(regroup, before, ended)
+        yield from self.release(regroup, ended)
+        gone: dict[str, DeviceEntries] = {plan.name: {} for plan in before}
+        self.ledgers.replace(gone | {plan.name: self.entries(plan) for plan in regroup.after} | {OWNER: {}})
 
     def gradual(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> bool:
         """Return whether a merge or a split goes layer by layer, because it would stop its instances for too long.
@@ -144,14 +145,12 @@ class Regrouping:
         groups = min(plan.kv_pages for plan in (*before, *after))
         return self._seconds(before, after, groups) > self.longest_stop
 
-    def _finish(self, regroup: Regroup, before: Sequence[InstancePlan], ended: Sequence[Any]) -> Waits[None]:
-        """Free what has ended, and book what the new instances take."""
+    def release(self, regroup: Regroup, ended: Sequence[Any]) -> Waits[None]:
+        """Free what instances have left that have ended."""
         try:
             yield from self.host.release(ended)
         except Exception:
-            log.exception("%s: it is in force, but what has ended may not have been freed", regroup)
-        gone: dict[str, DeviceEntries] = {plan.name: {} for plan in before}
-        self.ledgers.replace(gone | {plan.name: self.entries(plan) for plan in regroup.after} | {OWNER: {}})
+            log.exception("%s: what has ended may not have been freed", regroup)
 
     def _book(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> None:
         """Book what devices take while instances are regrouped beyond what those that end have booked."""

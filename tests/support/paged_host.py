@@ -1,6 +1,7 @@
 """A service without a model whose instances merge, split, begin and end by the real procedure, in one thread."""
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from jaxserve.control.regroup import merged_plan, new_names, split_plans, struct
 from jaxserve.control.regrouping import Regrouping
 from jaxserve.control.resources import Resources, validate
 from jaxserve.control.service_limits import ServiceLimits
-from jaxserve.control.transitions import BetweenSteps, Rendezvous, Waits
+from jaxserve.control.transitions import BetweenSteps, BetweenStepsOf, Rendezvous, Sleep, Waits
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.errors import JaxserveError
@@ -29,7 +30,7 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState, merge
 from jaxserve.engine.sync_engine import SyncEngine
-from jaxserve.kvcache import PagePool, PageTable
+from jaxserve.kvcache import DividedPool, PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.telemetry import EngineMetrics, Snapshot
 from tests.support.internals import assert_no_record_left, requests_in
@@ -136,6 +137,47 @@ class PagedHost:
             made.append(self._made(plan, pool, contents[:, index].copy(), undo))
         return made
 
+    # -- merges and splits layer by layer (`GradualHost`): the layers of this model keep nothing
+
+    def begin_apart(
+        self,
+        members: Sequence[StepLoop],
+        plan: InstancePlan,
+        plans: Sequence[InstancePlan],
+        pages: DividedPool,
+        undo: ExitStack,
+    ) -> StepLoop:
+        self.before("begin apart")
+        contents = np.stack([pages_of(member) for member in members], 1).reshape(-1, PAGE)
+        made = self._made(plan, pages, contents, undo)
+        self.before("begun apart")
+        return made
+
+    def know_members(self, instance: StepLoop, plan: InstancePlan, plans: Sequence[InstancePlan]) -> None:
+        self.before("know members")
+
+    def load_layers(self, instance: StepLoop, layers: Sequence[str], *, joint: bool) -> Waits[Any]:
+        yield Sleep(0.0)
+        self.before("load layers")
+        return layers
+
+    def change_layers(self, instance: StepLoop, loaded: Any) -> Any:
+        self.before("change layers")
+        return loaded
+
+    def free_layers(self, replaced: Any) -> None:
+        pass
+
+    def end_apart(
+        self, instance: StepLoop, plans: Sequence[InstancePlan], pages: Sequence[PagePool], undo: ExitStack
+    ) -> list[StepLoop]:
+        return self.split(instance, plans, pages, undo)
+
+    def leave(self, requests: Sequence[RequestState]) -> None:
+        self._service.engine.place(requests)
+
+    # -- pages
+
     def move_pages(self, instance: StepLoop, moves: Mapping[int, int]) -> None:
         self.before("move pages")
         instance.executor.move(dict(moves))
@@ -232,6 +274,7 @@ class PagedService:
             self.facts,
             self.clock.now,
         )
+        self.meanwhile: Callable[[], None] = self.step
         self.answers: dict[str, RequestOutput] = {}
         self.regroups = Counter[str]()
         self.names: tuple[str, ...] = ()
@@ -317,8 +360,12 @@ class PagedService:
 
     # -- changes
 
-    def change(self, wanted: Plan) -> None:
-        """Put a plan in force. Raise what made that fail; the parts before it are in force."""
+    def change(self, wanted: Plan, *, gradual: bool = False) -> None:
+        """Put a plan in force. Raise what made that fail; the parts before it are in force.
+
+        With `gradual`, instances merge and split layer by layer, and `meanwhile` is called between layers.
+        """
+        self.regrouping = replace(self.regrouping, longest_stop=-1.0 if gradual else math.inf)
         change = structural_change(self.plan, wanted, self.resources)
         validate(wanted, self.resources, self.plan.instances)
         before = self.plan
@@ -370,9 +417,11 @@ class PagedService:
             with self.engine.stopped(wait.instances):
                 wait.function()
         elif isinstance(wait, BetweenSteps):
+            if isinstance(wait, BetweenStepsOf):
+                self.meanwhile()
             wait.function()
         else:  # steps of other requests go on
-            self.step()
+            self.meanwhile()
 
     # -- what must hold
 
