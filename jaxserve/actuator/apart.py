@@ -48,6 +48,8 @@ class ApartInstance:
             self._place.join_pools([member.pools[layer] for member in members]) for layer in range(len(self._layers))
         ]
         for member in members:
+            undo.callback(setattr, member, "blocks", member.blocks)
+            member.blocks = []  # they are not the member's to free any more
             member.pools.give_up()
         side = self._maker.side(self._whole)
         pools = Pools(side.programs, side.sizes, joined)
