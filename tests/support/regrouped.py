@@ -129,7 +129,9 @@ class Regrouped:
         names = self.new_names(count)
         whole = self.plan.instance(name)
         whole = whole.with_kv_pages(whole.kv_pages // count * count)
-        self.change(self._with([name], split_plans(whole, names)))
+        parts = split_plans(whole, names)
+        pages = min(parts[0].kv_pages, *map(self.resources.kv_capacity, parts))
+        self.change(self._with([name], [part.with_kv_pages(pages) for part in parts]))
         return names
 
     def remove(self, name: str) -> None:
