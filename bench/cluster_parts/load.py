@@ -14,9 +14,9 @@ from jaxserve.bench.workload import Sample
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.engine.tokenizer import Tokenizer
 
-STREAMS = 3  # short requests at a time
-SHORT, ANSWER, LONG_ANSWER = 40, 64, 32  # tokens
-PAUSE_S = 0.3  # of a stream between two requests, so that two cores also compile
+STREAMS = 2  # short requests at a time
+SHORT, ANSWER, LONG_ANSWER = 40, 200, 32  # tokens
+PAUSE_S = 0.8  # of a stream between two requests, so that two cores also compile
 
 
 @dataclass

@@ -11,7 +11,7 @@ from jaxserve.bench.spawn import spawned
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import ConfigError
 
-MODEL = Path(__file__).parents[2] / "configs/models/cluster-demo"  # random weights
+MODEL = Path(__file__).parents[2] / "examples/cluster-demo"  # random weights
 NAME = "cluster-demo"
 KV_HEADS = 8  # of the model: the largest degree
 VIRTUAL, INSTANCES = 8, 4  # virtual devices, and instances on them
