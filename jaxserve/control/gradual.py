@@ -9,18 +9,22 @@ If anything fails, the way is gone back.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Protocol
 
+from jaxserve.control.movement import kv_movement
 from jaxserve.control.plan import InstancePlan
-from jaxserve.control.regroup import Regroup
 from jaxserve.control.request_moves import GroupedInstance, RequestMoves
 from jaxserve.control.transitions import BetweenStepsOf, Rendezvous, StepsEnded, Waits
 from jaxserve.core.block_names import is_layer
-from jaxserve.kvcache import DividedPool, PagePool
+from jaxserve.kvcache import DividedPool, PagePool, joined_page, own_page
 from jaxserve.scheduler.partition import SideLimits, partition
 
-LAYERS_AT_ONCE = 2  # layers that change between the same two steps
+if TYPE_CHECKING:
+    from jaxserve.control.regrouping import Regrouping
+
+BETWEEN_STEPS = 0.002  # s for which layers that change may keep an instance from its next step; one layer may take more
 
 
 class GradualHost(Protocol):
@@ -64,140 +68,154 @@ class GradualHost(Protocol):
         ...
 
 
-def merge_gradually(regrouping: Any, regroup: Regroup, before: Sequence[InstancePlan], ended: list[Any]) -> Waits[None]:
-    """Merge instances. The merged one serves from the first rendezvous on."""
-    plan, host = regroup.after[0], regrouping.host
-    yield Rendezvous(regroup.before, partial(_begin, regrouping, regroup, before, ended))
-    done: list[str] = []
-    try:
-        yield from _change_all(host, plan, done, joint=True)
-    except Exception:
+@dataclass(frozen=True)
+class GradualRegroup:
+    """A merge or a split under way: the instance that is several together, and those that are its members.
+
+    Instances that have ended are added to `ended`.
+    """
+
+    regrouping: "Regrouping"
+    whole: InstancePlan
+    members: Sequence[InstancePlan]
+    ended: list[Any]
+
+    @property
+    def host(self) -> Any:
+        return self.regrouping.host
+
+    @cached_property
+    def layers(self) -> list[str]:
+        """The names of all layers."""
+        return [block.block for block in self.whole.blocks if is_layer(block.block)]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the members."""
+        return [plan.name for plan in self.members]
+
+    def merge(self) -> Waits[None]:
+        """Merge instances. The merged one serves from the first rendezvous on."""
+        yield Rendezvous(tuple(self.names), self._begin)
+        done: list[str] = []
         try:
-            yield from _change_all(host, plan, [], joint=False, layers=done[::-1])
-            yield Rendezvous((plan.name,), partial(_hand_over, regrouping, plan, before, ended))
-        finally:
-            yield from regrouping.release(regroup, ended)
-        raise
-    yield BetweenStepsOf(partial(_join_pages, regrouping, plan), plan.name)
-
-
-def split_gradually(regrouping: Any, regroup: Regroup, before: Sequence[InstancePlan], ended: list[Any]) -> Waits[None]:
-    """Split an instance. It serves until the last rendezvous."""
-    plan, host = before[0], regrouping.host
-    yield Rendezvous((plan.name,), partial(_divide_pages, regrouping, plan, regroup.after))
-    done: list[str] = []
-    try:
-        yield from _change_all(host, plan, done, joint=False)
-        yield Rendezvous((plan.name,), partial(_hand_over, regrouping, plan, regroup.after, ended))
-    except Exception:
-        yield from _change_all(host, plan, [], joint=True, layers=done[::-1])
-        yield BetweenStepsOf(partial(_join_pages, regrouping, plan), plan.name)
-        raise
-
-
-def _change_all(
-    host: Any, plan: InstancePlan, done: list[str], *, joint: bool, layers: Sequence[str] | None = None
-) -> Waits[None]:
-    """Join the layers of an instance, or put them apart, a few between the same two steps; note those in `done`."""
-    instance = host.instance(plan.name)
-    names = [block.block for block in plan.blocks if is_layer(block.block)] if layers is None else layers
-    for chunk in _chunks(names):
-        loaded = yield from host.load_layers(instance, chunk, joint=joint)
-        replaced: list[Any] = []
-        try:
-            fence = yield BetweenStepsOf(partial(_change, host, instance, loaded, replaced), plan.name)
+            yield from self._change(self.layers, done, joint=True)
         except Exception:
-            host.free_layers(loaded)
+            try:
+                yield from self._change(done[::-1], [], joint=False)
+                yield Rendezvous((self.whole.name,), self._hand_over)
+            finally:
+                yield from self.regrouping.release(self.ended)
             raise
-        done += chunk
-        yield StepsEnded(fence)
-        host.free_layers(replaced[0])
+        yield BetweenStepsOf(self._join_pages, self.whole.name)
 
+    def split(self) -> Waits[None]:
+        """Split an instance. It serves until the last rendezvous."""
+        yield Rendezvous((self.whole.name,), self._divide_pages)
+        done: list[str] = []
+        try:
+            yield from self._change(self.layers, done, joint=False)
+            yield Rendezvous((self.whole.name,), self._hand_over)
+        except Exception:
+            yield from self._change(done[::-1], [], joint=True)
+            yield BetweenStepsOf(self._join_pages, self.whole.name)
+            raise
 
-def _change(host: Any, instance: Any, loaded: Any, replaced: list[Any]) -> None:
-    replaced.append(host.change_layers(instance, loaded))
+    # -- layers
 
+    def _change(self, layers: Sequence[str], done: list[str], *, joint: bool) -> Waits[None]:
+        """Join layers, or put them apart, some between the same two steps; note those in `done`."""
+        host, instance = self.host, self.host.instance(self.whole.name)
+        for chunk in self._chunks(layers):
+            loaded = yield from host.load_layers(instance, chunk, joint=joint)
+            replaced: list[Any] = []
 
-def _begin(regrouping: Any, regroup: Regroup, before: Sequence[InstancePlan], ended: list[Any]) -> None:
-    """Let members become one instance, whose layers they run apart."""
-    host, (plan,) = regrouping.host, regroup.after
-    members, count = [host.instance(name) for name in regroup.before], len(regroup.before)
-    with ExitStack() as undo:
-        moves = RequestMoves(undo, regrouping.now())
-        taken = [moves.take(member.core) for member in members]
-        pages = DividedPool([member.core.scheduler.pages for member in members])
-        whole = host.begin_apart(members, plan, before, pages, undo)
-        for index, states in enumerate(taken):
-            moves.give(whole.core, states, partial(_joined, count, index), partial(_parted, count))
-        regrouping.put_in_force(regroup.before, [plan], [whole], [])
-        undo.pop_all()
-    ended += members
+            def change(loaded: Any = loaded, replaced: list[Any] = replaced) -> None:
+                replaced.append(host.change_layers(instance, loaded))
 
+            try:
+                fence = yield BetweenStepsOf(change, self.whole.name)
+            except Exception:
+                host.free_layers(loaded)
+                raise
+            done += chunk
+            yield StepsEnded(fence)
+            host.free_layers(replaced[0])
 
-def _hand_over(regrouping: Any, plan: InstancePlan, after: Sequence[InstancePlan], ended: list[Any]) -> None:
-    """Let the members of an instance, whose layers they all run apart, become instances."""
-    host, count = regrouping.host, len(after)
-    whole = host.instance(plan.name)
-    pages = whole.core.scheduler.pages
-    with ExitStack() as undo:
-        moves = RequestMoves(undo, regrouping.now())
-        held = {
-            name: {page % count for sequence in sequences for page in sequence.pages}
-            for name, sequences in whole.core.unfinished.items()
-        }
-        # Sequences of one request that began again may have pages on several sides.
-        without_side = [name for name, sides in held.items() if len(sides) != 1]
-        again = moves.take(whole.core, without_side, keep_pages=False)
-        states = moves.take(whole.core)
-        parts = list(host.end_apart(whole, after, pages.sides, undo))
-        for index, part in enumerate(parts):
-            own = [state for state in states if index in held[state.request.id]]
-            moves.give(part.core, own, partial(_parted, count), partial(_joined, count, index))
-        for state in again:
-            moves.give(min(parts, key=lambda part: len(part.core.unfinished)).core, [state], None)
-        regrouping.put_in_force([plan.name], after, parts, [])
-        undo.pop_all()
-    ended.append(whole)
+    def _chunks(self, layers: Sequence[str]) -> Iterator[Sequence[str]]:
+        """Yield the layers that change between the same two steps, by how long their KV takes if the pools are full."""
+        resources, groups = self.regrouping.resources, min(plan.kv_pages for plan in self.members)
+        seconds = kv_movement(self.members, groups, resources).seconds(resources) / len(self.layers)
+        count = max(1, int(BETWEEN_STEPS / seconds)) if seconds else len(self.layers)
+        for start in range(0, len(layers), count):
+            yield layers[start : start + count]
 
+    # -- instances
 
-def _divide_pages(regrouping: Any, plan: InstancePlan, after: Sequence[InstancePlan]) -> None:
-    """Let each sequence of an instance have its pages on one side, from now on too."""
-    host, count = regrouping.host, len(after)
-    whole = host.instance(plan.name)
-    core, pool, now = whole.core, whole.core.scheduler.pages, regrouping.now()
-    limits = regrouping.resources.limits_of(after[0].tp)
-    requests = dict(core.unfinished)
-    sides = partition(requests, pool, count, SideLimits(after[0].kv_pages, limits.shapes.max_num_seqs, limits.max_len))
-    homeless = core.detach(sides.too_long, keep_pages=False)
-    again = core.detach(sides.recompute, keep_pages=False)
-    states = core.detach()
-    try:
-        sides.carry_out(pool, requests, lambda pages: host.move_pages(whole, pages))
-        parts = pool.parted(count, min_pages=min(limits.min_pages, after[0].kv_pages), max_pages=limits.max_pages)
-        host.know_members(whole, plan, after)
-        core.scheduler.pages = DividedPool(parts)
-    finally:
-        core.attach(states, lambda page: page, now)
-        core.attach([*again, *([] if isinstance(core.scheduler.pages, DividedPool) else homeless)], None, now)
-    host.leave(homeless)
+    def _begin(self) -> None:
+        """Let members become one instance, whose layers they run apart."""
+        members, count = list(map(self.host.instance, self.names)), len(self.members)
+        with ExitStack() as undo:
+            moves = RequestMoves(undo, self.regrouping.now())
+            taken = [moves.take(member.core) for member in members]
+            pages = DividedPool([member.core.scheduler.pages for member in members])
+            whole = self.host.begin_apart(members, self.whole, self.members, pages, undo)
+            for index, states in enumerate(taken):
+                moves.give(whole.core, states, partial(joined_page, count, index), partial(own_page, count))
+            self.regrouping.put_in_force(self.names, [self.whole], [whole], [])
+            undo.pop_all()
+        self.ended.extend(members)
 
+    def _hand_over(self) -> None:
+        """Let the members of an instance, whose layers they all run apart, become instances."""
+        count, whole = len(self.members), self.host.instance(self.whole.name)
+        pages = whole.core.scheduler.pages
+        with ExitStack() as undo:
+            moves = RequestMoves(undo, self.regrouping.now())
+            held = {
+                name: {page % count for sequence in sequences for page in sequence.pages}
+                for name, sequences in whole.core.unfinished.items()
+            }
+            # Sequences of one request that began again may have pages on several sides.
+            without_side = [name for name, sides in held.items() if len(sides) != 1]
+            again = moves.take(whole.core, without_side, keep_pages=False)
+            states = moves.take(whole.core)
+            parts = list(self.host.end_apart(whole, self.members, pages.sides, undo))
+            for index, part in enumerate(parts):
+                own = [state for state in states if index in held[state.request.id]]
+                moves.give(part.core, own, partial(own_page, count), partial(joined_page, count, index))
+            for state in again:
+                moves.give(min(parts, key=lambda part: len(part.core.unfinished)).core, [state], None)
+            self.regrouping.put_in_force([self.whole.name], self.members, parts, [])
+            undo.pop_all()
+        self.ended.append(whole)
 
-def _join_pages(regrouping: Any, plan: InstancePlan) -> None:
-    """Let the sequences of an instance have any pages again."""
-    scheduler, limits = regrouping.host.instance(plan.name).core.scheduler, regrouping.resources.limits_of(plan.tp)
-    sides = scheduler.pages.sides
-    size = sum(side.num_pages for side in sides)
-    scheduler.pages = PagePool.joined(sides, min_pages=min(limits.min_pages, size), max_pages=limits.max_pages)
+    # -- pages
 
+    def _divide_pages(self) -> None:
+        """Let each sequence of an instance have its pages on one side, from now on too."""
+        count, whole, now = len(self.members), self.host.instance(self.whole.name), self.regrouping.now()
+        core, pool = whole.core, whole.core.scheduler.pages
+        limits, pages = self.regrouping.resources.limits_of(self.members[0].tp), self.members[0].kv_pages
+        requests = dict(core.unfinished)
+        sides = partition(requests, pool, count, SideLimits(pages, limits.shapes.max_num_seqs, limits.max_len))
+        homeless = core.detach(sides.too_long, keep_pages=False)
+        again = core.detach(sides.recompute, keep_pages=False)
+        states = core.detach()
+        try:
+            sides.carry_out(pool, requests, lambda pages: self.host.move_pages(whole, pages))
+            parts = pool.parted(count, min_pages=min(limits.min_pages, pages), max_pages=limits.max_pages)
+            self.host.know_members(whole, self.whole, self.members)
+            core.scheduler.pages = DividedPool(parts)
+        finally:
+            divided = isinstance(core.scheduler.pages, DividedPool)
+            core.attach(states, lambda page: page, now)
+            core.attach([*again, *([] if divided else homeless)], None, now)
+        self.host.leave(homeless)
 
-def _chunks(names: Sequence[str]) -> Iterator[list[str]]:
-    for start in range(0, len(names), LAYERS_AT_ONCE):
-        yield list(names[start : start + LAYERS_AT_ONCE])
-
-
-def _joined(count: int, index: int, page: int) -> int:
-    return count * page + index
-
-
-def _parted(count: int, page: int) -> int:
-    return page // count
+    def _join_pages(self) -> None:
+        """Let the sequences of an instance have any pages again."""
+        scheduler = self.host.instance(self.whole.name).core.scheduler
+        limits, sides = self.regrouping.resources.limits_of(self.whole.tp), scheduler.pages.sides
+        least = min(limits.min_pages, sum(side.num_pages for side in sides))
+        scheduler.pages = PagePool.joined(sides, min_pages=least, max_pages=limits.max_pages)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from jaxserve.control.gradual import merge_gradually, split_gradually
+from jaxserve.control.gradual import GradualRegroup
 from jaxserve.control.ledger import DeviceEntries, DeviceLedgers
 from jaxserve.control.movement import movement
 from jaxserve.control.plan import InstancePlan, PlanInForce
@@ -24,7 +24,7 @@ from jaxserve.control.request_moves import GroupedInstance, RequestMoves
 from jaxserve.control.resources import Resources
 from jaxserve.control.transitions import Outcome, Rendezvous, Waits
 from jaxserve.core.errors import JaxserveError
-from jaxserve.kvcache import PagePool
+from jaxserve.kvcache import PagePool, joined_page, own_page
 from jaxserve.scheduler.partition import SideLimits, partition
 
 log = logging.getLogger(__name__)
@@ -121,8 +121,9 @@ class Regrouping:
         ended: list[Any] = []
         try:
             if kind is not Kind.COPY and self.gradual(before, regroup.after):
-                way = merge_gradually if kind is Kind.MERGE else split_gradually
-                yield from way(self, regroup, before, ended)
+                whole, members = (regroup.after[0], before) if kind is Kind.MERGE else (before[0], regroup.after)
+                gradual = GradualRegroup(self, whole, members, ended)
+                yield from gradual.merge() if kind is Kind.MERGE else gradual.split()
             else:
                 if kind is Kind.COPY:
                     staged = yield from self.host.stage(regroup.after, self._seconds(before, regroup.after))
@@ -133,7 +134,7 @@ class Regrouping:
             self.host.discard(staged)
             self.ledgers.replace({OWNER: {}})
             raise
-        yield from self.release(regroup, ended)
+        yield from self.release(ended)
         gone: dict[str, DeviceEntries] = {plan.name: {} for plan in before}
         self.ledgers.replace(gone | {plan.name: self.entries(plan) for plan in regroup.after} | {OWNER: {}})
 
@@ -145,12 +146,12 @@ class Regrouping:
         groups = min(plan.kv_pages for plan in (*before, *after))
         return self._seconds(before, after, groups) > self.longest_stop
 
-    def release(self, regroup: Regroup, ended: Sequence[Any]) -> Waits[None]:
+    def release(self, ended: Sequence[Any]) -> Waits[None]:
         """Free what instances have left that have ended."""
         try:
             yield from self.host.release(ended)
         except Exception:
-            log.exception("%s: what has ended may not have been freed", regroup)
+            log.exception("instances have ended, and what they had may not have been freed")
 
     def _book(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> None:
         """Book what devices take while instances are regrouped beyond what those that end have booked."""
@@ -221,7 +222,7 @@ class Regrouping:
         pages = PagePool.joined(pools, min_pages=least, max_pages=limits.max_pages)
         whole = self.host.merge(members, plan, pages, undo)
         for index, states in enumerate(taken):
-            moves.give(whole.core, states, partial(_joined, count, index), partial(_parted, count))
+            moves.give(whole.core, states, partial(joined_page, count, index), partial(own_page, count))
         return whole
 
     def _split(
@@ -242,7 +243,7 @@ class Regrouping:
         parts = list(self.host.split(whole, plans, pools, undo))
         for index, part in enumerate(parts):
             own = [state for state in states if sides.sides[state.request.id] == index]
-            moves.give(part.core, own, partial(_parted, count), partial(_joined, count, index))
+            moves.give(part.core, own, partial(own_page, count), partial(joined_page, count, index))
             again = [state for state in without_pages if sides.sides[state.request.id] == index]
             moves.give(part.core, again, None)
         return parts, homeless
@@ -262,16 +263,6 @@ class Regrouping:
             lambda target, pages: self.host.copy_pages(source, target, pages),
             lambda pages: pages * page / self.resources.link_rate,
         )
-
-
-def _joined(count: int, index: int, page: int) -> int:
-    """Return the id in a joined pool of a page of one of its parts."""
-    return count * page + index
-
-
-def _parted(count: int, page: int) -> int:
-    """Return the id in its part of a page of a joined pool."""
-    return page // count
 
 
 def _totals(entries: Iterable[DeviceEntries]) -> Counter[int]:

