@@ -48,7 +48,8 @@ class Resources:
     page_size: int = 16  # tokens
     max_len: int = 0  # tokens of the longest sequence; 0: as many as the smallest number of KV pages holds
     degrees: tuple[DegreeLimits, ...] = ()  # by degree of tensor parallelism; () if instances are never merged
-    devices: int = 0  # of the machine, which plans name by their indices; 0 if that is unknown
+    # Number of the machine's devices, which plans name by their indices; 0 if it is unknown. No part of equality.
+    devices: int = field(default=0, compare=False)
     least_pages = Renamed("min_pages")
     most_pages = Renamed("max_pages")
     kept = Renamed("in_place")
