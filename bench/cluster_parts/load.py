@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from bench.cluster_parts.setup import NAME
 from jaxserve.bench.client import Client, Target
@@ -70,5 +71,6 @@ class Load:
 
 
 def longest_gap(records: Sequence[RequestRecord], since_s: float = 0.0) -> float:
-    """Return the longest time between two parts of an answer, in seconds; 0 without any."""
-    return max((gap for record in records if record.due_s >= since_s for gap in record.itl_s), default=0.0)
+    """Return the longest time between two parts of an answer that ended after a moment, in seconds; 0 without any."""
+    pairs = (pair for record in records for pair in pairwise(record.chunk_times_s))
+    return max((after - before for before, after in pairs if after > since_s), default=0.0)

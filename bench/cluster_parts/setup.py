@@ -61,7 +61,7 @@ class Setup:
         args += ["--tokenizer", str(bundled_model_path()), "--dp", str(self.instances), "--max-tp", str(self.instances)]
         args += ["--kv-pages", str(PAGES), "--max-kv-pages", str(PAGES), "--page-size", str(PAGE)]
         # Few shapes of steps, so that the programs of all placements are compiled soon.
-        args += ["--max-num-seqs", "2", "--max-num-batched-tokens", "34", "--no-fuse", "--policy", "tp_transform"]
+        args += ["--max-num-seqs", "1", "--max-num-batched-tokens", "33", "--no-fuse", "--policy", "tp_transform"]
         args += ["--virtual-devices", str(VIRTUAL)] if self.virtual else []
         args += ["--compile-cache", str(cache)] if cache else []
         with spawned(args, timeout_s=READY_S, log_path=log) as url:

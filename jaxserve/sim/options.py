@@ -57,8 +57,7 @@ class ClusterOptions:
         str | None,
         Option(
             "Adaptation",
-            "Policy that changes the plan: static, morph, morph-int8, morph-performance, tp_transform, a YAML file or "
-            "FILE.py:NAME; several with + in between decide together.",
+            "static, morph, morph-int8, morph-performance, tp_transform, several with +, a YAML file or FILE.py:NAME.",
             default="static",
         ),
     ] = None

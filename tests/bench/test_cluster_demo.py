@@ -32,11 +32,13 @@ def test_instances_are_described_in_the_order_of_their_devices():
     assert described(states) == "4 (devices 0 1, draining)  3 (devices 3)"
 
 
-def test_longest_gap_is_that_of_requests_since_a_time():
-    early = RequestRecord(0, 0.0, 0.0, 1, chunk_times_s=[0.0, 2.0])
+def test_longest_gap_is_that_of_parts_since_a_time():
+    early = RequestRecord(0, 0.0, 0.0, 1, chunk_times_s=[0.0, 2.0, 3.0])
     late = RequestRecord(1, 5.0, 5.0, 1, chunk_times_s=[6.0, 6.5, 6.6])
     assert longest_gap([early, late]) == 2.0
-    assert longest_gap([early, late], since_s=1.0) == pytest.approx(0.5)
+    assert longest_gap([early, late], since_s=2.0) == 1.0
+    assert longest_gap([early, late], since_s=3.0) == 0.5
+    assert longest_gap([], since_s=3.0) == 0.0
 
 
 @pytest.mark.parametrize(("accelerators", "instances"), [(2, 2), (3, 2), (7, 4), (16, 8)])

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.core.request import RequestOutput
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams

@@ -58,7 +58,6 @@ def test_pages_and_bytes_are_those_of_the_real_engine(options) -> None:
     assert simulated.ledger.entries == real.ledger.entries | {"runtime": runtime}
     assert simulated.ledger.budget == real.ledger.budget + less
     ours, theirs = (table_of(memory) for memory in (simulated, real))
-    theirs = replace(theirs, devices=ours.devices)  # the real machine may have more than the instances need
     assert ours == replace(theirs, budget=theirs.budget + less, runtime=theirs.runtime + less)
     assert simulated.plan_fields(simulated.plan.instances[0], 1) == real.plan_fields(real.plan.instances[0], 1)
     assert ("variants" in real.ledger.entries) == bool(real.variants)  # pinned on the host if anyone may request them
