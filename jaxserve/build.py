@@ -229,8 +229,9 @@ def build(
         metrics.follow_control(control.state)
         if config.warmup:
             merged = placements_of(resolved.plan, resolved.degrees[-1])
-            # Those of the start last: only a split needs the programs by which an instance comes back to them.
-            warm.warm_in_background((*merged, *(resolved.plan.instances if merged else ())))
+            # Those of the start last: only a split or an instance that is removed needs more of them than steps do.
+            alone = len(resolved.devices) == 1
+            warm.warm_in_background(() if alone else (*merged, *resolved.plan.instances))
     limits = ServiceLimits(in_force, _resources(resolved, None), lambda: None if control is None else control.policy)
 
     def close() -> None:

@@ -131,7 +131,7 @@ class StructureController:
                 change = structural_change(plan, wanted, self._resources)
                 if not has_same_instances(plan, wanted):
                     self.check(wanted)
-                    waits = self._waits_for(view, wanted)
+                    waits = self._waits_for(view, wanted, change)
         except PlanError as refused:
             error = str(refused)
         except Exception as failure:
@@ -150,7 +150,7 @@ class StructureController:
             else:
                 self._begin(now, reason, wanted, change, state, instances)
 
-    def _waits_for(self, view: ServiceView, plan: Plan) -> str:
+    def _waits_for(self, view: ServiceView, plan: Plan, change: StructuralChange) -> str:
         """Return what has to come before the instances of a plan can begin; "" for nothing."""
         assert self._actuator is not None
         present, wanted = self._in_force.plan.instances, plan.instances
@@ -159,8 +159,13 @@ class StructureController:
         if longest > max(self._resources.limits_of(instance.tp).max_len for instance in wanted):
             return f"the end of a request of {longest} tokens, which no instance could hold"
         beginning = [new for new in wanted if not any(_is_same(old, new) for old in present)]
+        moves_pages = any(not regroup.after for regroup in change.regroups)  # between instances that were there before
         # All are asked about, so that the programs of all are compiled.
-        cold = [instance for instance in beginning if not self._actuator.is_warm(instance)]
+        cold = [
+            instance
+            for instance in (*beginning, *(present if moves_pages else ()))
+            if not self._actuator.is_warm(instance)
+        ]
         devices = sorted({device for instance in cold for device in instance.devices})
         names = ", ".join(map(str, devices))
         return f"the programs of device{'s' if len(devices) > 1 else ''} {names}" if devices else ""

@@ -7,6 +7,7 @@ sampler states exist for them, and nothing runs on the devices.
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 LOW_PRIORITY = 19  # of the thread that compiles in the background, as `nice` counts
 MAX_PAUSE_S = 1.0
+RETRY_S = 60.0  # after which what failed to compile is tried again
 
 AbstractStage = Stage[BlockSignature]
 
@@ -65,7 +67,7 @@ class WarmPlacements:
         self._programs, self._saved, self._counter, self._devices, self._to = programs, saved, counter, devices, to
         self._waiting: deque[InstancePlan] = deque()
         self._known: set[Hashable] = set()  # what was found warm: programs are not forgotten
-        self._asked: set[Hashable] = set()  # what was asked for and was not warm
+        self._not_before: dict[Hashable, float] = {}  # what was asked for -> when to try again (s); see `_run`
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -86,9 +88,7 @@ class WarmPlacements:
         """Return `is_warm`, and begin to warm the placement in the background if it is not."""
         if self.is_warm(plan):
             return True
-        identity = _identity(plan)
-        if identity not in self._asked:
-            self._asked.add(identity)
+        if self._not_before.get(_identity(plan), 0.0) <= time.monotonic():
             self.warm_in_background([plan])
         return False
 
@@ -96,7 +96,7 @@ class WarmPlacements:
         """Compile for these plans, one after another, in a thread of low priority."""
         plans = list(plans)
         with self._changed:
-            self._asked.update(map(_identity, plans))
+            self._not_before.update(dict.fromkeys(map(_identity, plans), math.inf))
             self._waiting.extend(plans)
             if self._thread is None and self._waiting:
                 self._thread = threading.Thread(target=self._run, name="jaxserve-warm", daemon=True)
@@ -123,7 +123,8 @@ class WarmPlacements:
             except _ClosingError:
                 self._waiting.clear()
             except Exception:
-                log.exception("compiling for instance %s failed: it would compile when it is made", plan.name)
+                log.exception("compiling for instance %s failed", plan.name)
+                self._not_before[_identity(plan)] = time.monotonic() + RETRY_S
 
     def _next(self) -> InstancePlan | None:
         """Return the next plan, or None if there is none: the thread ends then."""

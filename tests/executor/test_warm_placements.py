@@ -2,18 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import jax
 import pytest
 
-from jaxserve.build import BuiltEngine, build, build_instance
-from jaxserve.compilation.programs import Compiler, Program
+from jaxserve.build import BuiltEngine, build
+from jaxserve.compilation.programs import Program
 from jaxserve.control import InstancePlan
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.progress import ignore_progress
+from jaxserve.executor import warm_placements
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.warmup import warm_variants
-from tests.support.internals import run_on_padding, saved_programs_of
+from tests.support.internals import run_on_padding
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 2, "max_num_batched_tokens": 2 + 32, "memory_gb": 4}
 
@@ -26,8 +27,7 @@ def moved(plan: InstancePlan, *devices: tuple[int, ...]) -> InstancePlan:
 
 def make(built: BuiltEngine, plan: InstancePlan) -> BlockExecutor:
     """Return the warm executor of an instance that is made while the engine serves."""
-    compiler = Compiler(saved_programs_of(built.warm))
-    executor, _ = build_instance(built.resolved, plan, built.programs, built.compilations, compiler, ignore_progress)
+    executor = cast(BlockExecutor, built.maker.make(plan, built.maker.load(plan)).executor)
     executor.warm()
     warm_variants(executor, built.resolved.padded_model, plan, built.resolved.variants)
     return executor
@@ -61,7 +61,8 @@ def test_instance_on_a_warm_placement_compiles_and_loads_nothing(
     built = build(EngineConfig(model=tiny_model, **OPTIONS | options))
     (start,) = built.resolved.plan.instances
     other = moved(start, *devices)
-    assert built.warm.is_warm(start), "the start is warm before the engine is ready"
+    built.warm.wait()  # for page copies to other instances
+    assert built.warm.is_warm(start)
     assert not built.warm.is_warm(other)
     before, arrays = dict(built.compilations.counts), len(jax.live_arrays())
     lowered.clear()
@@ -112,3 +113,24 @@ def test_plans_wait_for_each_other_and_end_with_the_engine(tiny_model: Path) -> 
     built.warm.warm_in_background(others[1:])
     built.close()
     assert not built.warm.is_warm(others[-1])
+
+
+def test_what_failed_is_tried_again(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build(EngineConfig(model=tiny_model, **OPTIONS))
+    other = moved(built.resolved.plan.instances[0], (3,))
+    with monkeypatch.context() as patch:
+        patch.setattr(warm_placements, "_PatientCompiler", None)
+        assert not built.warm.is_or_becomes_warm(other)
+        built.warm.wait()
+    assert not built.warm.is_or_becomes_warm(other)
+    built.warm.wait()
+    assert not built.warm.is_warm(other), "it is not tried again at once"
+    with monkeypatch.context() as patch:
+        patch.setattr(warm_placements, "RETRY_S", 0.0)
+        patch.setattr(warm_placements, "_PatientCompiler", None)
+        built.warm.warm_in_background([other])
+        built.warm.wait()
+    assert not built.warm.is_or_becomes_warm(other)
+    built.warm.wait()
+    assert built.warm.is_warm(other), "it is tried again after a while"
+    built.close()

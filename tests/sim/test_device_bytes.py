@@ -16,7 +16,7 @@ from jaxserve.sim.shape import ModelShape
 from tests.sim.machines import CPU, GPU, resolved
 
 MEMORY = resolved(GPU, variants=("int8", "int4"), memory_gb=2.0).memory
-RESOURCES = MEMORY.resources(1e9)
+RESOURCES = replace(MEMORY.resources(1e9), devices=6)
 CHAIN = MEMORY.plan.instances[0].blocks
 SMALL = ModelShape("small", 32_000, 1024, 12, 16, 8, 64, 2816, 4096, True)
 UNEVEN = ModelShape("uneven", 151_936, 1024, 8, 16, 8, 64, 3072, 4096, False)
