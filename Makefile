@@ -5,6 +5,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 WORKERS ?= 3
 ARGS ?=
+EXAMPLES ?= 2500
 
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.jaxserve
@@ -15,7 +16,7 @@ CUDA_PLUGIN := $(VENV)/cuda-plugin
 SOURCES := jaxserve tests bench examples scripts setup.py $(wildcard pallas_kernels checkpoints)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test test-clients check check-gpu-compile format bench bench-peers clean
+.PHONY: help serve demo test test-clients test-regroups check check-gpu-compile format bench bench-peers clean
 # All targets share one environment.
 .NOTPARALLEL:
 
@@ -35,6 +36,10 @@ test: $(DEV) $(NATIVE) ## run the tests (ARGS="-k name ...", WORKERS=0 for one p
 
 test-clients: $(CLIENTS) ## run the tests with other people's client libraries (ARGS="-k name ...")
 	$(VENV)-clients/bin/python -m pytest tests/clients $(ARGS)
+
+test-regroups: $(DEV) $(NATIVE) ## regroup instances at random for about 15 minutes (EXAMPLES=2500 histories)
+	REGROUP_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/control/test_regrouping.py \
+	  tests/library/test_random_regroups.py $(ARGS)
 
 check: $(DEV) ## lint, format, types of the JAX-free packages, import rules, generated files
 	$(BIN)/ruff check $(SOURCES)

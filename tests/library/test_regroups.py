@@ -1,21 +1,16 @@
-"""What holds when instances of one engine merge, split, begin and end: pages, bytes, memory, and requests that leave."""
+"""What holds while instances merge, split, begin and end: plans, pages, bytes, memory, and requests that leave."""
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from jaxserve.control.movement import Movement, movement
 from jaxserve.control.plan import Plan
-from jaxserve.control.resources import validate
 from jaxserve.core.errors import PlanError
-from jaxserve.core.sampling import SamplingParams
 from jaxserve.executor.traffic import Bytes
 from tests.library.test_merge import DENSE, GREEDY, KINDS, SMALL, answers, check_same, prompt_of, written
 from tests.support.internals import store_of

@@ -7,6 +7,7 @@ import pytest
 from jaxserve.executor import warm_placements
 from jaxserve.executor.executor import BlockExecutor
 from tests.library.test_merge import DENSE, KINDS, prompt_of, written
+from tests.support.internals import RUN_BLOCKS
 from tests.support.regrouped import Regrouped
 
 OPTIONS = {
@@ -27,15 +28,15 @@ def test_regroups_compile_nothing_and_new_instances_find_fused_steps(
 ) -> None:
     monkeypatch.setattr(warm_placements, "MAX_PAUSE_S", 0)
     engine = Regrouped(written(tmp_path, DENSE), **OPTIONS)
-    by_blocks = []
-    run_blocks = BlockExecutor._run_blocks  # counts the steps that only decode and are not fused
+    by_blocks = []  # shapes of the steps that only decode and are not fused
+    run_blocks = getattr(BlockExecutor, RUN_BLOCKS)
 
     def counted(self, index, stage, shape, *rest):
         if not shape.tiles:
             by_blocks.append(shape)
         return run_blocks(self, index, stage, shape, *rest)
 
-    monkeypatch.setattr(BlockExecutor, "_run_blocks", counted)
+    monkeypatch.setattr(BlockExecutor, RUN_BLOCKS, counted)
     changes = {
         "merge": lambda: engine.merge(*engine.names),
         "split": lambda: engine.split(engine.names[0]),

@@ -18,11 +18,11 @@ from jaxserve.control.regroup import merged_plan, new_names, split_plans, struct
 from jaxserve.control.regrouping import Regrouping
 from jaxserve.control.resources import Resources, validate
 from jaxserve.control.service_limits import ServiceLimits
-from jaxserve.control.transitions import BetweenSteps, Outcome, Rendezvous, Waits
+from jaxserve.control.transitions import BetweenSteps, Rendezvous, Waits
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.request import Request, RequestOutput, SequenceStatus
+from jaxserve.core.request import RequestOutput, SequenceStatus
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
@@ -66,9 +66,7 @@ class Sizes:
 def machine() -> Resources:
     shapes = Buckets(SLOTS, 2, TILE, 1, (1,))
     degrees = [
-        DegreeLimits(
-            tp, length, length // PAGE + 1, tp * MAX_PAGES, tp * PAGES, tp * MAX_PAGES, (), shapes.times(tp)
-        )
+        DegreeLimits(tp, length, length // PAGE + 1, tp * MAX_PAGES, tp * PAGES, tp * MAX_PAGES, (), shapes.times(tp))
         for tp, length in LENGTHS.items()
     ]
     budget = 2 * LAYERS["float32"] + 2 * 1200 + 4600 + MAX_PAGES * 40
