@@ -6,11 +6,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxserve.build import BuiltEngine, build, build_instance
+from jaxserve.build import BuiltEngine, build
 from jaxserve.compilation.programs import Compiler, Program
 from jaxserve.control import InstancePlan
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.progress import ignore_progress
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.warmup import warm_variants
 from tests.support.internals import run_on_padding, saved_programs_of
@@ -27,7 +26,8 @@ def moved(plan: InstancePlan, *devices: tuple[int, ...]) -> InstancePlan:
 def make(built: BuiltEngine, plan: InstancePlan) -> BlockExecutor:
     """Return the warm executor of an instance that is made while the engine serves."""
     compiler = Compiler(saved_programs_of(built.warm))
-    executor, _ = build_instance(built.resolved, plan, built.programs, built.compilations, compiler, ignore_progress)
+    executor = built.maker.make(plan, built.maker.load(plan), compiler=compiler).executor
+    assert isinstance(executor, BlockExecutor)
     executor.warm()
     warm_variants(executor, built.resolved.padded_model, plan, built.resolved.variants)
     return executor
