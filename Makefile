@@ -6,6 +6,7 @@ PORT ?= 8000
 WORKERS ?= 3
 ARGS ?=
 DEVICES ?= auto
+EXAMPLES ?= 2500
 
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.jaxserve
@@ -16,7 +17,7 @@ CUDA_PLUGIN := $(VENV)/cuda-plugin
 SOURCES := jaxserve tests bench examples scripts setup.py $(wildcard pallas_kernels checkpoints)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo demo-cluster test test-clients check check-gpu-compile format bench bench-peers clean
+.PHONY: help serve demo demo-cluster test test-clients test-regroups check check-gpu-compile format bench bench-peers clean
 # All targets share one environment.
 .NOTPARALLEL:
 
@@ -39,6 +40,10 @@ test: $(DEV) $(NATIVE) ## run the tests (ARGS="-k name ...", WORKERS=0 for one p
 
 test-clients: $(CLIENTS) ## run the tests with other people's client libraries (ARGS="-k name ...")
 	$(VENV)-clients/bin/python -m pytest tests/clients $(ARGS)
+
+test-regroups: $(DEV) $(NATIVE) ## regroup instances at random for about 15 minutes (EXAMPLES=2500 histories)
+	REGROUP_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/control/test_regrouping.py \
+	  tests/library/test_random_regroups.py $(ARGS)
 
 check: $(DEV) ## lint, format, types of the JAX-free packages, import rules, generated files
 	$(BIN)/ruff check $(SOURCES)

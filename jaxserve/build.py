@@ -200,7 +200,7 @@ def build(
         resolved.variants,
         _fuses_ahead(resolved),
         foreseen=partial(_foreseen, policy),
-        moves=maker.compile_moves if controlled else lambda plan, compiler: None,
+        moves=maker.compile_moves if controlled and _may_regroup(resolved) else lambda plan, compiler: None,
     )
     warm = WarmPlacements(programs, saved, compilations, resolved.devices, to_warm)
     instances = [maker.make(plan, maker.load(plan, progress)) for plan in resolved.plan.instances]
@@ -229,9 +229,9 @@ def build(
         metrics.follow_control(control.state)
         if config.warmup:
             merged = placements_of(resolved.plan, resolved.degrees[-1])
-            # Those of the start last: only a split or an instance that is removed needs more of them than steps do.
-            alone = len(resolved.devices) == 1
-            warm.warm_in_background(() if alone else (*merged, *resolved.plan.instances))
+            # Those of the start have everything but the programs by which they end in favour of others.
+            present = resolved.plan.instances if _may_regroup(resolved) else ()
+            warm.warm_in_background((*merged, *present))
     limits = ServiceLimits(in_force, _resources(resolved, None), lambda: None if control is None else control.policy)
 
     def close() -> None:
@@ -308,6 +308,15 @@ def _foreseen(policy: Policy | None, instance: InstancePlan) -> Sequence[Instanc
         return ()
     with errors_of_policy(f"policy {policy.name}: foresee"):
         return policy.foresee(instance)
+
+
+def _may_regroup(resolved: Resolved) -> bool:
+    """Return whether there are several instances, or devices for another one."""
+    config = resolved.config
+    used = config.tp * config.pp * config.dp
+    # A CPU has as many devices as the configuration wants, and others may be those of another engine.
+    there = config.virtual_devices or used if resolved.devices[0].platform == "cpu" else len(resolved.devices)
+    return config.dp > 1 or there > used
 
 
 def _build_host(maker: InstanceMaker, instances: Sequence[StepLoop], in_force: PlanInForce) -> DeviceHost:

@@ -1,4 +1,4 @@
-"""Programs that use engines whose instances merge: a script with `LLM`, and a process with as many threads as needed."""
+"""Programs whose engines merge instances: a script with `LLM`, and a process with no spare device."""
 
 import os
 import subprocess

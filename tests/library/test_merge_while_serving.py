@@ -1,12 +1,8 @@
 """An engine with threads whose operator, or policy, merges and splits instances while clients stream."""
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from jaxserve.build import BuiltEngine, async_engine, build
 from jaxserve.control.plan import Plan
@@ -36,7 +32,9 @@ def change_plans(built: BuiltEngine) -> list[Plan]:
 
 async def collect(engine: AsyncEngine, number: int) -> list[int]:
     tokens: list[int] = []
-    async for output in engine.generate(TokensPrompt(tuple(prompt_of(number, 5 + 11 * (number % 8)))), SERVED[number % 4]):
+    async for output in engine.generate(
+        TokensPrompt(tuple(prompt_of(number, 5 + 11 * (number % 8)))), SERVED[number % 4]
+    ):
         for answer in output.outputs:
             tokens += answer.token_ids
     return tokens
@@ -55,11 +53,12 @@ async def leave(engine: AsyncEngine, number: int, after: int) -> None:
 async def settle(built: BuiltEngine, plan: Plan) -> None:
     assert built.control is not None
     built.control.set_plan(to_yaml(plan))
-    wanted = {(instance.name, instance.stages[0].devices) for instance in plan.instances}
-    await until(
-        lambda: {(i.name, i.stages[0].devices) for i in built.in_force.plan.instances} == wanted
-        and not built.control.status()["busy"]
-    )
+    await until(lambda: places(built.in_force.plan) == places(plan) and not built.control.status()["busy"])
+
+
+def places(plan: Plan) -> set[tuple]:
+    """Return what a plan says of its instances, except for their KV pages."""
+    return {(instance.name, instance.stages[0].devices, instance.layer_precisions) for instance in plan.instances}
 
 
 def test_streams_go_on_while_an_operator_changes_the_instances(tmp_path: Path) -> None:
@@ -106,6 +105,28 @@ def test_policy_merges_for_a_long_request_while_short_ones_stream_and_splits_aga
             assert all(len(tokens) == 30 for tokens in await asyncio.gather(*short))
             assert max(instance.tp for instance in built.in_force.plan.instances) == 4
             await until(lambda: len(built.in_force.plan.instances) == 4)
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(serve())
+
+
+def test_layers_of_a_merged_instance_change_while_it_serves(tmp_path: Path) -> None:
+    options = OPTIONS | SMALL | {"dp": 2, "max_tp": 2, "variants": ("int4",)}
+    built = build(EngineConfig(model=written(tmp_path, DENSE), **options), controlled=True)
+
+    async def serve() -> None:
+        engine, start = async_engine(built), built.in_force.plan
+        whole = merged_plan(start.instances, "2")
+        mixed = whole.with_precisions({"layers.1": "int4"})
+        try:
+            for plan in (Plan(1, (whole,)), Plan(1, (mixed,)), start):
+                streams = [asyncio.create_task(collect(engine, number)) for number in range(8)]
+                await settle(built, plan)
+                (first, *_) = engine.loops.values()
+                precisions = [block.precision for block in first.executor.blocks]  # type: ignore[attr-defined]
+                assert precisions == list(plan.instances[0].precisions.values())
+                assert all(len(tokens) == 30 for tokens in await asyncio.gather(*streams))
         finally:
             await engine.shutdown()
 

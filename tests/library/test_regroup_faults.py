@@ -18,6 +18,7 @@ from jaxserve.executor.kv_exchange import KVExchange
 from jaxserve.executor.pools import PoolPrograms, Pools
 from jaxserve.scheduler import Scheduler
 from tests.library.test_merge import DENSE, KINDS, prompt_of, written
+from tests.support.internals import EXCHANGE_CALL, MAKE_POOLS
 from tests.support.regrouped import Regrouped
 
 ASKED = [KINDS[name] for name in ("greedy", "penalised", "several", "log-probabilities", "prompt", "sampled")]
@@ -49,8 +50,8 @@ FAULTS = {
         (SyncEngine, "stopped", 0),
         (BlockBuilder, "load", 0),
         (BlockBuilder, "load", 2),
-        (KVExchange, "_call", 0),
-        (KVExchange, "_call", 1),
+        (KVExchange, EXCHANGE_CALL, 0),
+        (KVExchange, EXCHANGE_CALL, 1),
         (InstanceMaker, "make", 0),
         (EngineCore, "__init__", 0),
         (EngineCore, "attach", 0),
@@ -60,7 +61,7 @@ FAULTS = {
         (SyncEngine, "replace", 0),
     ],
     "split": [
-        (KVExchange, "_call", 1),
+        (KVExchange, EXCHANGE_CALL, 1),
         (Pools, "move", 0),
         (BlockBuilder, "load", 0),
         (BlockBuilder, "load", 3),
@@ -71,7 +72,7 @@ FAULTS = {
     "add": [
         (BlockBuilder, "load", 0),
         (BlockBuilder, "load", 2),
-        (InstanceMaker, "_pools", 0),
+        (InstanceMaker, MAKE_POOLS, 0),
         (EngineCore, "__init__", 0),
         (SyncEngine, "replace", 0),
     ],

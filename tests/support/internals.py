@@ -261,6 +261,11 @@ def regrouping_of(built: Any) -> Any:
     return built.control._controller._regrouper._regrouping
 
 
+EXCHANGE_CALL = "_call"  # the method with which a `KVExchange` runs a program on a segment
+MAKE_POOLS = "_pools"  # the method with which an `InstanceMaker` makes pools
+RUN_BLOCKS = "_run_blocks"  # the method with which a `BlockExecutor` runs a stage that is not fused
+
+
 def do_not_pace_copies(built: Any) -> None:
     """Let the copies for new instances never wait for steps."""
     built.host._throttle._busy = lambda: False

@@ -73,6 +73,7 @@ class Regrouped:
         self.start = built.in_force.plan
         self.answers: dict[str, RequestOutput] = {}
         self.outcomes: list[Outcome] = []
+        self._given: tuple[str, ...] = ()  # names that were given last
 
     def close(self) -> None:
         self.engine.close()
@@ -145,10 +146,8 @@ class Regrouped:
         return name
 
     def new_names(self, count: int) -> tuple[str, ...]:
-        self._given = getattr(self, "_given", ())
-        names = new_names(self.plan, count, self._given)
-        self._given = names
-        return names
+        self._given = new_names(self.plan, count, self._given)
+        return self._given
 
     def _with(self, before: Sequence[str], after: Sequence[InstancePlan]) -> Plan:
         kept = [instance for instance in self.plan.instances if instance.name not in before]
