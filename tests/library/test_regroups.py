@@ -135,7 +135,7 @@ def test_bytes_that_cross_links_are_those_of_the_movement(engine: Regrouped) -> 
 
     def moved(before: Sequence[str], after: Sequence[str], plan: Plan) -> tuple[Movement, Bytes]:
         sides = [plan.instance(name) for name in before], [engine.plan.instance(name) for name in after]
-        return movement(*sides, engine.resources, dict.fromkeys(before, 0)), store.traffic.reset()
+        return movement(*sides, engine.resources), store.traffic.reset()
 
     plan, _ = engine.plan, store.traffic.reset()
     for members in (("0", "1"), ("2", "3")):
