@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from jaxserve.bench.options import DatasetOptions, TraceOptions
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.policies import ManualPolicy
 from jaxserve.control.regroup import merged_plan
@@ -14,6 +16,8 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.sim.build import BuiltSimulation, build_simulation
 from jaxserve.sim.cluster import Cluster, resolve_cluster
 from jaxserve.sim.hardware import load_hardware
+from jaxserve.sim.options import ClusterOptions
+from jaxserve.sim.run import SimExperiment, run_simulation
 from jaxserve.sim.shape import ModelShape
 from jaxserve.sim.simulation import Answered, SimRequest
 
@@ -172,3 +176,19 @@ def test_an_operator_merges_and_splits(largest: int) -> None:
         plans.append((merged_plan((pair, other), "12"),))
     answers = regrouped([*plans, start], SHORT[:60])
     assert [answer.error for answer in answers] == [None] * 60
+
+
+def test_the_result_has_the_pauses_and_the_time_with_each_set_of_instances(tmp_path: Path) -> None:
+    lines = ["arrival_s,input_tokens,output_tokens", *(f"{second},500,50" for second in range(30)), f"30,{LONG},20"]
+    (tmp_path / "trace.csv").write_text("\n".join(lines) + "\n")
+    experiment = SimExperiment(
+        ClusterOptions("qwen2.5-32b", hardware="h20", cluster="4", max_tp=4, memory_gb=78, policy="tp_transform"),
+        DatasetOptions(dataset="trace"),
+        trace=TraceOptions(trace=tmp_path / "trace.csv"),
+    )
+    regroups = run_simulation(experiment, [])["regroups"]
+    assert regroups["count"] == len(regroups["pauses"]) == 2
+    seconds = regroups["seconds_by_instances"]
+    assert list(seconds) == ["4x1", "2x1 + 1x2"]
+    assert seconds["4x1"] == pytest.approx(30, abs=1)
+    assert len(regroups["pauses"][0]["instances"]) == 2
