@@ -28,6 +28,7 @@ class InstanceThreads:
         self._changing = threading.Lock()  # held while instances are stopped
         self._stops: dict[str, Stop] = {}  # by instance, while `stopped` is in progress
         self._ended: EndedInstances[StepLoop] = EndedInstances()
+        self._lost: list[StreamEntry] = []  # requests that a change of the instances may have lost
         # Never changed, but replaced while the directory's lock is held.
         self._threads = {name: InstanceThread(name, steps, directory, self) for name, steps in instances.items()}
         for thread in self._threads.values():
@@ -128,6 +129,7 @@ class InstanceThreads:
                 self._stops = {}
                 for stop in stops:
                     stop.over.set()
+                self._end_lost()
                 for thread in self._threads.values():
                     thread.start()
                 self._ended.settle(self.loops)
@@ -146,8 +148,7 @@ class InstanceThreads:
             for entry in on_the_way:
                 self._directory.send_again(entry)
                 self._send(entry)
-            for entry in lost:
-                self._end(entry, lost_request(entry.request))
+            self._lost += lost
         for thread in ending:
             thread.retire()
             if stop := self._stops.pop(thread.name, None):
@@ -156,9 +157,18 @@ class InstanceThreads:
             thread.join()
         self._ended.add(thread.steps for thread in ending)
 
+    def _end_lost(self) -> None:
+        """End the requests that a change of the instances has lost, unless they have been placed since then."""
+        with self._directory.lock:
+            lost, self._lost = self._lost, []
+            for entry in lost:
+                if not any(entry.request.id in steps.core.request_ids for steps in self.loops.values()):
+                    self._end(entry, lost_request(entry.request))
+
     def place(self, states: Iterable[RequestState], *, outgrown: bool = False) -> None:
         with self._directory.lock:
             for state in states:
+                self._lost = [entry for entry in self._lost if entry.request.id != state.request.id]
                 self._directory.leave(state, outgrown=outgrown)
             self._send_waiting()
 

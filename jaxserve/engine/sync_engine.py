@@ -60,6 +60,7 @@ class SyncEngine:
         self._outputs: list[RequestOutput] = []  # that the next step returns
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for between two steps
         self._ended: EndedInstances[StepLoop] = EndedInstances()
+        self._lost: list[Entry[None]] = []  # requests that a change of the instances may have lost
         self._changed = threading.Event()  # set when requests that wait may have found an instance
         self._turn = threading.Lock()  # held while instances change
         for steps in instances.values():
@@ -172,6 +173,10 @@ class SyncEngine:
             yield
         finally:
             self._ended.settle(self._loops)
+            lost, self._lost = self._lost, []
+            for entry in lost:
+                if not any(entry.request.id in steps.core.request_ids for steps in self._loops.values()):
+                    self._end(entry, lost_request(entry.request))
             self._turn.release()
             self.reroute()
 
@@ -180,15 +185,16 @@ class SyncEngine:
         loops = {name: steps for name, steps in self._loops.items() if name not in before} | dict(after)
         ids = {name: tuple(steps.core.request_ids) for name, steps in loops.items()}
         _, lost = self._directory.moved(loops, ids)
+        self._lost += lost
         self._loops = loops
         for steps in after.values():
             steps.wake = self._run_calls
-        for entry in lost:
-            self._end(entry, lost_request(entry.request))
         self._ended.add(ending)
 
     def place(self, states: Iterable[RequestState]) -> None:
-        self._leave(states)
+        placed = {state.request.id: state for state in states}
+        self._lost = [entry for entry in self._lost if entry.request.id not in placed]
+        self._leave(placed.values())
         self._run_calls()
 
     def reroute(self) -> None:

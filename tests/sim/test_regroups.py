@@ -192,3 +192,13 @@ def test_the_result_has_the_pauses_and_the_time_with_each_set_of_instances(tmp_p
     assert list(seconds) == ["4x1", "2x1 + 1x2"]
     assert seconds["4x1"] == pytest.approx(30, abs=1)
     assert len(regroups["pauses"][0]["instances"]) == 2
+
+
+def test_a_request_that_no_part_can_hold_ends_with_an_error_if_no_plan_can_either() -> None:
+    start = cluster("manual").memory.plan.instances
+    pair = merged_plan(start[:2], "10")
+    pair = pair.with_kv_pages(cluster("manual").resources.kv_capacity(pair))
+    late = [SimRequest(3.5, LONG, 300), *(SimRequest(4.0 + request.arrival, 600, 150) for request in SHORT[:20])]
+    answers = {answer.index: answer for answer in regrouped([(pair, *start[2:]), start], late)}
+    assert answers[0].error == f"no instance can hold the {LONG + 300} tokens that the request needs"
+    assert [answers[number].error for number in range(1, 21)] == [None] * 20
