@@ -46,7 +46,7 @@ MODEL = {
 }
 OPTIONS = {"dp": 4, "max_tp": 4, "memory_gb": 8, "max_num_seqs": 2, "max_num_batched_tokens": 2 + 64, "warmup": False}
 POLICY = "policy: tp_transform\nsettings: {hold: 0.3, release_horizon: 0.5}\n"
-PAGES, PATIENCE = 12, 120.0
+PAGES, PATIENCE = 60, 120.0
 
 Plans = list[list[tuple[str, tuple[int, ...]]]]  # the instances (name, devices) after each change of their set
 
@@ -122,7 +122,7 @@ def serve(config: EngineConfig) -> Plans:
     served = Served(config)
     try:
         max_len = served.built.resolved.max_len
-        served.ask(30, 150)  # on instance 0, so that instances 2 and 3 have less to do
+        served.ask(30, 900)  # on instance 0, so that instances 2 and 3 have less to do for a second or more
         served.ask(20, 4)
         snapshots = served.engine.snapshots
         served.step_until(lambda: snapshots()["0"].generated_tokens > 5 and snapshots()["1"].generated_tokens == 4)

@@ -189,10 +189,8 @@ class TransformPolicy:
         seen, usage = _seen(view, instance), self._usage(view, instance, parts)
         if usage > self.settings.release_usage or seen.num_waiting:
             waiting = f", {seen.num_waiting} waiting" if seen.num_waiting else ""
-            reason = (
-                f"instance {instance.name} splits when it uses {self.settings.release_usage:.0%} of its parts' KV, "
-            )
-            return PlanProposal(plan, state, f"{reason}it uses {usage:.0%}{waiting}")
+            reason = f"instance {instance.name} uses {usage:.0%} of its parts' KV"
+            return PlanProposal(plan, state, f"{reason}, splits at {self.settings.release_usage:.0%}{waiting}")
         reason = f"no long request is left, and instance {instance.name} uses {usage:.0%} of its parts' KV"
         return PlanProposal(_with(plan, (instance,), parts), replace(state, names=names), reason)
 
