@@ -160,11 +160,16 @@ class Figures:
 
 
 def options_of(doc: str | None) -> argparse.Namespace:
-    """Return the options of a script."""
+    """Return the options of a script that has no others."""
+    return parser_of(doc).parse_args()
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that all scripts have."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help="shorter traces: shows that the script works")
     made.add_argument("--out", type=Path, default=Path("bench/out/sim"), help="folder for the table")
-    return made.parse_args()
+    return made
 
 
 def report(options: argparse.Namespace, name: str, text: str) -> None:

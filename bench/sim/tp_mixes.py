@@ -1,6 +1,6 @@
 """Goodput of the policy `tp_transform` and of every static mix of degrees, on a trace with a long tail.
 
-    python -m bench.sim.tp_mixes [--quick] [--out FOLDER]
+    python -m bench.sim.tp_mixes [--quick] [--between SECONDS] [--out FOLDER]
 
 Short requests come at random at a rate, and now and then a long one (the AMOEBA paper, 2.4). The goodput of a system
 is the largest rate of short requests at which nine of ten short and nine of ten long requests meet the SLO: for the
@@ -13,19 +13,19 @@ from functools import partial
 
 import numpy as np
 
-from bench.sim.amoeba import SLO_TPOT, SLO_TTFT, built, cluster, options_of, report, served, with_degrees
+from bench.sim.amoeba import SLO_TPOT, SLO_TTFT, built, cluster, parser_of, report, served, with_degrees
 from bench.sim.runs import table
 from jaxserve.sim.build import BuiltSimulation
 from jaxserve.sim.simulation import Answered, SimRequest
 
 DEVICES, PER_TOKEN = 8, 1e-3  # s for each token of the prompt
 LONG = 10_000  # tokens of the prompt of a long request
-BETWEEN, LONGEST = 150.0, 110_000  # s between two long requests on the mean, tokens
+BETWEEN, LONGEST = 150.0, 110_000  # s between two long requests on the mean (by default), tokens
 SHARE = 0.9  # of each kind of requests that must be within the SLO
-STEPS = 7  # of the search for the largest rate
+STEPS = 6  # of the search for the largest rate
 
 
-def trace(rate: float, seconds: float, seed: int = 0) -> list[SimRequest]:
+def trace(rate: float, seconds: float, between: float, seed: int = 0) -> list[SimRequest]:
     """Return short requests at a rate, and long ones, the same at every rate."""
     rng, tail = np.random.default_rng(seed), np.random.default_rng(seed + 1)
     requests = []
@@ -33,11 +33,11 @@ def trace(rate: float, seconds: float, seed: int = 0) -> list[SimRequest]:
         if time < seconds:
             inputs = int(np.clip(rng.lognormal(np.log(800), 0.7), 16, 2_800))
             requests.append(SimRequest(float(time), inputs, int(np.clip(rng.lognormal(np.log(400), 0.5), 8, 1_000))))
-    time = float(tail.exponential(BETWEEN))
+    time = float(tail.exponential(between))
     while time < seconds:
         tokens = int(np.clip(43_000 * (1 + tail.pareto(1.5)), 0, LONGEST))
         requests.append(SimRequest(time, tokens, int(tail.integers(100, 500))))
-        time += float(tail.exponential(BETWEEN))
+        time += float(tail.exponential(between))
     return requests
 
 
@@ -55,12 +55,12 @@ def is_good(answers: Sequence[Answered]) -> bool:
     return all(sum(each) >= SHARE * len(each) for each in met.values())
 
 
-def goodput(system: Callable[[], BuiltSimulation], seconds: float, steps: int) -> float:
+def goodput(system: Callable[[], BuiltSimulation], seconds: float, between: float, steps: int) -> float:
     """Return the largest rate (short requests/s) that a system serves within the SLO; 0 if there is none."""
     low, high = 0.0, 8.0
     for _ in range(steps):
         middle = (low + high) / 2
-        good = is_good(served(system(), trace(middle, seconds)))
+        good = is_good(served(system(), trace(middle, seconds, between)))
         low, high = (middle, high) if good else (low, middle)
     return low
 
@@ -84,11 +84,13 @@ def static(links: str, mix: Sequence[int]) -> BuiltSimulation:
     return built(with_degrees(cluster(links=links), mix))
 
 
-def compare(links: str, seconds: float, steps: int) -> list[tuple[object, ...]]:
+def compare(links: str, seconds: float, between: float, steps: int) -> list[tuple[object, ...]]:
     """Return the rows of one kind of links: the goodput of each system, and what the policy has of it."""
     smallest = 4 if links == "paper" else 2
-    rates = {name_of(mix): goodput(partial(static, links, mix), seconds, steps) for mix in mixes(smallest)}
-    dynamic = goodput(lambda: built(cluster("tp_transform", links=links)), seconds, steps)
+    rates = {}
+    for mix in mixes(smallest):
+        rates[name_of(mix)] = goodput(partial(static, links, mix), seconds, between, steps)
+    dynamic = goodput(lambda: built(cluster("tp_transform", links=links)), seconds, between, steps)
     rows: list[tuple[object, ...]] = [
         (name, f"{rate:.2f}", f"{dynamic / rate:.2f} x" if rate else "-") for name, rate in rates.items()
     ]
@@ -97,12 +99,14 @@ def compare(links: str, seconds: float, steps: int) -> list[tuple[object, ...]]:
 
 def main() -> None:
     """Compare all systems, with both kinds of links, and report."""
-    options = options_of(__doc__)
-    seconds, steps = (60.0, 1) if options.quick else (1200.0, STEPS)
+    made = parser_of(__doc__)
+    made.add_argument("--between", type=float, default=BETWEEN, help="mean seconds between two long requests")
+    options = made.parse_args()
+    seconds, steps = (60.0, 1) if options.quick else (max(600.0, 2 * options.between), STEPS)
     text = "# Goodput of dynamic and static degrees, Qwen2.5-32B on 8 x H20, simulated\n"
     for links, what in (("nvlink", "NVLink"), ("paper", "Links and longest contexts of the paper's table 1")):
         header = ("instances", "short requests/s", "tp_transform is better by")
-        text += f"\n## {what}\n\n{table(header, compare(links, seconds, steps))}\n"
+        text += f"\n## {what}\n\n{table(header, compare(links, seconds, options.between, steps))}\n"
     report(options, "tp-mixes", text)
 
 

@@ -137,7 +137,7 @@ def rows(links: str, seconds: float, seeds: int) -> list[tuple[object, ...]]:
 def main() -> None:
     """Run all systems, with both kinds of links, and report."""
     options = options_of(__doc__)
-    seconds, seeds = (240.0, 1) if options.quick else (1800.0, 3)
+    seconds, seeds = (60.0, 1) if options.quick else (1800.0, 3)
     header = ("scheduler", "tokens/s", "within the SLO", "ours is better by", "requests within it", "P95 TTFT, s",
               "P95 TPOT, ms", "regroups")  # fmt: skip
     text = "# Schedulers of instances that merge, Qwen2.5-32B on 8 x H20, simulated\n\n"

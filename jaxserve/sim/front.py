@@ -1,6 +1,6 @@
 """The front of a simulated cluster: its instances by name, which come and go, and the requests in flight."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -142,16 +142,19 @@ class SimFront:
             if instance.stopping:
                 instance.go_on()
 
-    def replace(self, before: Collection[str], after: Mapping[str, SimInstance]) -> None:
+    def replace(
+        self, before: Collection[str], after: Mapping[str, SimInstance], homeless: Sequence[RequestState]
+    ) -> None:
         """End some stopped instances, and add others, which step after `go_on`. Requests have moved before.
 
-        Requests are not routed to the new ones before `reroute`.
+        Those without an instance, `homeless`, wait for one. Requests are not routed to the new instances before
+        `reroute`.
         """
         ending = [self.instances[name] for name in before]
         instances = {name: each for name, each in self.instances.items() if name not in before} | dict(after)
         ids = {name: tuple(instance.core.request_ids) for name, instance in instances.items()}
         on_the_way, lost = self.directory.moved(instances, ids)
-        assert not lost, [entry.request.id for entry in lost]
+        assert {entry.request.id for entry in lost} == {state.request.id for state in homeless}
         self._on_the_way += on_the_way
         for name in before:
             del self.instances[name]
@@ -161,6 +164,7 @@ class SimFront:
             instance.stop(lambda: None)
         self._ended.add(ending)
         self._ended.settle(self.instances)
+        self.leave(homeless)
 
     def reroute(self) -> None:
         """Route by the plan in force from now on, also the requests that wait."""

@@ -84,8 +84,7 @@ class SimHost:
     def replace(
         self, before: Collection[str], after: Mapping[str, SimInstance], homeless: Sequence[RequestState]
     ) -> None:
-        self._front.replace(before, after)
-        self._front.leave(homeless)
+        self._front.replace(before, after, homeless)
         new = {name: self._new_actuator(instance) for name, instance in after.items()}
         self.all_actuators += new.values()
         self.actuators |= new

@@ -311,6 +311,24 @@ def test_request_that_a_change_loses_ends_with_an_error() -> None:
     asyncio.run(main())
 
 
+def test_request_without_an_instance_goes_on_after_the_replacement() -> None:
+    async def main() -> None:
+        async with serving(1) as (engine, changer):
+            running = asyncio.create_task(ask(engine, 1, 150))
+            await asyncio.sleep(0.01)
+
+            def change() -> None:
+                with engine.stopped(["0"]):
+                    states = engine.loops["0"].core.detach(keep_pages=False)
+                    engine.replace(["0"], {"1": changer.new_loop()}, states)
+
+            await asyncio.to_thread(change)
+            await running
+            await settled(engine)
+
+    asyncio.run(main())
+
+
 def test_totals_stay_when_instances_end_and_gauges_go() -> None:
     async def main() -> None:
         async with serving(2) as (engine, changer):
@@ -429,6 +447,16 @@ def test_engine_that_its_caller_steps_serves_while_instances_change(sync: tuple[
     thread.join()
     assert_no_record_left(engine)
     assert all(steps.core.scheduler.pages.used == 0 for steps in engine.loops.values())
+
+
+def test_request_without_an_instance_is_answered_after_the_replacement(sync: tuple[SyncEngine, Changer]) -> None:
+    engine, changer = sync
+    request_id = engine.add(prompt(1), LONG)
+    engine.step()
+    with engine.stopped(["0", "1"]):
+        states = [state for steps in engine.loops.values() for state in steps.core.detach(keep_pages=False)]
+        engine.replace(["0", "1"], {"100": changer.new_loop()}, states)
+    assert served(engine) == {request_id: answer_to(prompt(1).token_ids, 200)}
 
 
 def test_idle_engine_can_be_changed_by_another_thread(sync: tuple[SyncEngine, Changer]) -> None:

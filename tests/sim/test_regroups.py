@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from jaxserve.bench.options import DatasetOptions, TraceOptions
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.policies import ManualPolicy
 from jaxserve.control.regroup import merged_plan
@@ -15,6 +17,8 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.sim.build import BuiltSimulation, build_simulation
 from jaxserve.sim.cluster import Cluster, resolve_cluster
 from jaxserve.sim.hardware import load_hardware
+from jaxserve.sim.options import ClusterOptions
+from jaxserve.sim.run import SimExperiment, run_simulation
 from jaxserve.sim.shape import ModelShape
 from jaxserve.sim.simulation import Answered, SimRequest
 
@@ -192,3 +196,29 @@ def test_layer_by_layer_no_pause_is_longer_than_a_step() -> None:
     assert {pause.instances for pause in pauses[1:]} == {("4",)}, "the merged one serves while its layers change"
     for answer in answers.values():
         assert len(answer.token_times) == answer.request.output_tokens
+
+
+def test_the_result_has_the_pauses_and_the_time_with_each_set_of_instances(tmp_path: Path) -> None:
+    lines = ["arrival_s,input_tokens,output_tokens", *(f"{second},500,50" for second in range(30)), f"30,{LONG},20"]
+    (tmp_path / "trace.csv").write_text("\n".join(lines) + "\n")
+    experiment = SimExperiment(
+        ClusterOptions("qwen2.5-32b", hardware="h20", cluster="4", max_tp=4, memory_gb=78, policy="tp_transform"),
+        DatasetOptions(dataset="trace"),
+        trace=TraceOptions(trace=tmp_path / "trace.csv"),
+    )
+    regroups = run_simulation(experiment, [])["regroups"]
+    assert regroups["count"] == 2 <= len(regroups["pauses"])
+    seconds = regroups["seconds_by_instances"]
+    assert list(seconds) == ["4x1", "2x1 + 1x2"]
+    assert seconds["4x1"] == pytest.approx(30, abs=1)
+    assert len(regroups["pauses"][0]["instances"]) == 2
+
+
+def test_a_split_waits_for_a_request_that_no_part_could_hold() -> None:
+    start = cluster("manual").memory.plan.instances
+    pair = merged_plan(start[:2], "10")
+    pair = pair.with_kv_pages(cluster("manual").resources.kv_capacity(pair))
+    late = [SimRequest(3.5, LONG, 300), *(SimRequest(4.0 + request.arrival, 600, 150) for request in SHORT[:20])]
+    answers = {answer.index: answer for answer in regrouped([(pair, *start[2:]), start], late)}
+    assert [answers[number].error for number in range(21)] == [None] * 21
+    assert answers[0].instance == "10"

@@ -1,14 +1,13 @@
 """The same requests give the same sequence of plans on the real engine and in the simulator.
 
-The real engine is a tiny model on four virtual devices. Its step log gives the arrivals and the times of its steps, by
-which the simulator runs: the median of the recorded steps of the same degree with as many tokens. Compared are the
-instances after each regroup, by name, devices and degree.
+The real engine is a tiny model on four virtual devices. Its step log gives the arrivals, and the times of its steps,
+which the simulated instances of the same names take one after the other. Compared are the instances after each regroup:
+their names and their devices.
 """
 
 import json
-import statistics
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.step_load import StepLoad
 from jaxserve.engine.client import TokensPrompt
-from jaxserve.engine.step_log import Recording, Step, read_log
+from jaxserve.engine.step_log import Recording, read_log
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.sim.build import build_simulation
 from jaxserve.sim.cluster import Cluster, resolve_cluster
@@ -47,7 +46,7 @@ MODEL = {
 }
 OPTIONS = {"dp": 4, "max_tp": 4, "memory_gb": 8, "max_num_seqs": 2, "max_num_batched_tokens": 2 + 64, "warmup": False}
 POLICY = "policy: tp_transform\nsettings: {hold: 0.3, release_horizon: 0.5}\n"
-PAGES, PATIENCE = 12, 120.0
+PAGES, PATIENCE = 60, 120.0
 
 Plans = list[list[tuple[str, tuple[int, ...]]]]  # the instances (name, devices) after each change of their set
 
@@ -123,8 +122,10 @@ def serve(config: EngineConfig) -> Plans:
     served = Served(config)
     try:
         max_len = served.built.resolved.max_len
-        served.ask(30, 100)  # on instance 0, so that instances 2 and 3 have less to do
+        served.ask(30, 900)  # on instance 0, so that instances 2 and 3 have less to do for a second or more
         served.ask(20, 4)
+        snapshots = served.engine.snapshots
+        served.step_until(lambda: snapshots()["0"].generated_tokens > 5 and snapshots()["1"].generated_tokens == 4)
         served.ask(max_len(1), 20)  # needs two instances
         served.step_until(lambda: len(served.plans) == 3 and served.settled)
         served.ask(30, 60)
@@ -136,38 +137,33 @@ def serve(config: EngineConfig) -> Plans:
 
 
 class RecordedSteps:
-    """A `TrueCostModel` with the step times of a log, by the degree of the instance."""
+    """A `TrueCostModel` in which each instance takes the recorded times of the instance of its name, in order."""
 
     host = 0.0
-    per_context = None
 
     def __init__(self, recording: Recording):
-        degrees = {begun.instance: 1 for begun in recording.instances}
-        names = {begun.name: begun.instance for begun in recording.instances}
-        for regroup in recording.regroups:
-            for name, stages, _ in regroup.after:
-                degrees[names[name]] = len(stages[0])
-        self._times: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        names = {begun.instance: begun.name for begun in recording.instances}
+        ended: dict[int, float] = {}
+        self._times: defaultdict[str, deque[float]] = defaultdict(deque)
         for step in recording.steps:
-            self._times[degrees[step.instance]][step.tokens].append(self._seconds(step))
+            start = max(step.begun, ended.get(step.instance, 0.0))
+            self._times[names[step.instance]].append(step.ended - start)
+            ended[step.instance] = step.ended
 
-    def _seconds(self, step: Step) -> float:
-        return step.ended - step.dispatched
-
-    def of(self, instance: InstancePlan) -> "RecordedDegree":
-        return RecordedDegree(self._times.get(instance.tp) or self._times[1])
+    def of(self, instance: InstancePlan) -> "RecordedInstance":
+        return RecordedInstance(self._times[instance.name])
 
 
-class RecordedDegree:
-    """The step times of one degree: the median of those with the most similar number of tokens."""
+class RecordedInstance:
+    """The remaining step times of one instance, the last of which stands for all that may follow."""
 
     per_context = None
 
-    def __init__(self, times: dict[int, list[float]]):
-        self._medians = {tokens: statistics.median(seconds) for tokens, seconds in times.items()}
+    def __init__(self, times: deque[float]):
+        self._times = times
 
     def seconds(self, load: StepLoad) -> float:
-        return self._medians[min(self._medians, key=lambda tokens: abs(tokens - load.tokens))]
+        return self._times.popleft() if len(self._times) > 1 else self._times[0]
 
 
 def simulate(config: EngineConfig, recording: Recording, monkeypatch: pytest.MonkeyPatch) -> Plans:

@@ -187,9 +187,8 @@ class TransformPolicy:
         seen, usage = _seen(view, instance), self._usage(view, instance, members)
         if usage > self.settings.release_usage or seen.num_waiting:
             waiting = f", {seen.num_waiting} waiting" if seen.num_waiting else ""
-            reason = f"instance {instance.name} uses {usage:.0%} of its parts' KV, "
-            reason += f"splits at {self.settings.release_usage:.0%}{waiting}"
-            return PlanProposal(plan, state, reason)
+            reason = f"instance {instance.name} uses {usage:.0%} of its parts' KV"
+            return PlanProposal(plan, state, f"{reason}, splits at {self.settings.release_usage:.0%}{waiting}")
         reason = f"no long request is left, and instance {instance.name} uses {usage:.0%} of its parts' KV"
         return PlanProposal(with_instances(plan, (instance,), members), replace(state, names=names), reason)
 
