@@ -4,12 +4,13 @@
 
 Qwen2.5-32B on H20 and Llama-3-8B on four H100, at several shares of the KV pages in use. The times follow from the
 bytes on each link, the rates of the hardware files, and a latency for each call; beside them is the time of a step that
-decodes 32 sequences of 1K tokens before the change.
+decodes 32 sequences of 1K tokens before the change. The last two columns are of one layer that changes between two
+steps, while the instance serves: how long its KV takes, and as a share of a step.
 """
 
 from bench.sim.amoeba import PAPER_GB, options_of, report
 from bench.sim.runs import table
-from jaxserve.control.movement import movement
+from jaxserve.control.movement import kv_movement, movement
 from jaxserve.control.regroup import merged_plan, split_plans
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.step_load import StepLoad
@@ -51,7 +52,8 @@ def rows_of(model: str) -> list[tuple[object, ...]]:
                     f"{max(moved.peak.values()) / 1e6:.0f}",
                 )
                 times = f"{seconds / cluster.shape.num_layers:.2f}", f"{seconds:.0f}", f"{seconds / step:.1f}"
-                rows.append((model, f"{what} {count}", f"{usage:.0%}", *sizes, *times))
+                kv = 1e3 * kv_movement(members, groups, resources).seconds(resources) / cluster.shape.num_layers
+                rows.append((model, f"{what} {count}", f"{usage:.0%}", *sizes, *times, f"{kv:.2f}", f"{kv / step:.0%}"))
     return rows
 
 
@@ -59,7 +61,7 @@ def main() -> None:
     """Count what moves and report."""
     options = options_of(__doc__)
     header = ("model", "change", "KV in use", "GB on a link", "GB in all", "MB beside", "ms a layer", "ms",
-              "decode steps")  # fmt: skip
+              "decode steps", "ms between steps", "of a step")  # fmt: skip
     text = "# Merges and splits, simulated\n\n"
     rows = [row for model in MACHINES for row in rows_of(model)]
     report(options, "tp-costs", text + table(header, rows) + "\n")
