@@ -16,7 +16,6 @@ from jaxserve.control.regroup import Kind, kind_of
 from jaxserve.control.resources import Resources
 from jaxserve.control.shards import ShardSource, shard_sources
 from jaxserve.core.block_names import is_layer
-from jaxserve.core.kv_layout import EXCHANGED_PAGES
 from jaxserve.core.numeric import ceil_div
 
 Link = tuple[int, int]  # source and target device
@@ -158,12 +157,12 @@ def _exchange_heads(
     for index, stage in enumerate(members[0].stages):
         page = resources.page_bytes(stage)
         layers = sum(is_layer(block.block) for block in stage.blocks)
-        calls += layers * ceil_div(groups, EXCHANGED_PAGES)
+        calls += layers * ceil_div(groups, resources.exchanged_pages)
         for devices in zip(*(member.stages[index].devices for member in members), strict=True):
             for source in devices:
                 for target in devices:
                     if source != target:
                         links[source, target] += groups * page // count
                 exchanged[source] += groups * page
-                chunk[source] = 2 * min(groups, EXCHANGED_PAGES) * page // max(layers, 1)
+                chunk[source] = 2 * min(groups, resources.exchanged_pages) * page // max(layers, 1)
     return calls

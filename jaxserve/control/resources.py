@@ -51,6 +51,7 @@ class Resources:
     degrees: tuple[DegreeLimits, ...] = ()  # by degree of tensor parallelism; () if instances are never merged
     # Devices of the machine, which plans name by their indices; 0 if unknown. Sizes do not depend on it.
     devices: int = field(default=0, compare=False)
+    exchanged_pages: int = 64  # of one layer, by one call, when instances merge or split
     least_pages = Renamed("min_pages")
     most_pages = Renamed("max_pages")
     kept = Renamed("in_place")

@@ -26,15 +26,12 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.compilation.programs import Program, StartsCompiling
-from jaxserve.core.kv_layout import MAX_MOVED_PAGES
+from jaxserve.core.kv_layout import exchanged_pages
 from jaxserve.core.step_shapes import smallest_holding
 from jaxserve.executor.apart import ApartPlacement
 from jaxserve.executor.pools import PoolPrograms, Pools, pages_of
 from jaxserve.kernels import Pool
 from jaxserve.parallel.placement import POOL_AXES, TP, Placement, assembled, on_device, spec
-
-# Groups that one call exchanges. It needs temporary memory for twice as many pages of a member, as a move does for one.
-EXCHANGES = (16, MAX_MOVED_PAGES // 2)
 
 Held = Mapping[int, list[Array | list[Array]]]  # by layer and segment: the merged array, or the members' arrays
 
@@ -73,6 +70,8 @@ class KVExchange:
 
     def __init__(self, members: Sequence[Side], merged: Side):
         self._members, self._merged = tuple(members), merged
+        # Groups that one call exchanges. Padding is moved too, so that few groups have a call of their own.
+        self._calls = tuple(sorted({16, 64, exchanged_pages(merged.placements[0].platform)}))
         self._programs = {
             placement: {kind: _program(kind, placement, len(members)) for kind in Kind}
             for placement in merged.placements
@@ -196,7 +195,7 @@ class KVExchange:
             sorted(page - end + size for page in set(pages) if end - size <= page < end)
             for end, size in zip(ends, segments, strict=True)
         ]
-        small, large = EXCHANGES
+        small, *_, large = self._calls
         for layer in layers:
             for index, groups in enumerate(own):
                 rest = [groups[start : start + large] for start in range(small, len(groups), large)]
@@ -216,7 +215,7 @@ class KVExchange:
             array = assembled(parts, _stacked(placement))
         else:
             size = array.shape[0] // count
-        ids = np.full(smallest_holding(EXCHANGES, len(groups)), size, np.int32)
+        ids = np.full(smallest_holding(self._calls, len(groups)), size, np.int32)
         ids[: len(groups)] = groups
         result = self._programs[placement][kind].at((size, len(ids)))(array, ids)
         if placement.platform == "cpu":
@@ -248,9 +247,9 @@ class KVExchange:
                 shape = (degree * size, heads * count // degree, *merged.shape[2:])
                 stacked = jax.ShapeDtypeStruct(shape, merged.dtype, sharding=_stacked(placement))
                 for kind, array, groups in (
-                    (Kind.JOIN, stacked, EXCHANGES[:1]),
-                    (Kind.EXCHANGE, merged, EXCHANGES),
-                    (Kind.PART, merged, EXCHANGES[:1]),
+                    (Kind.JOIN, stacked, self._calls[:1]),
+                    (Kind.EXCHANGE, merged, self._calls),
+                    (Kind.PART, merged, self._calls[:1]),
                 ):
                     for length in groups:
                         yield programs[kind], (size, length), (array, jax.ShapeDtypeStruct((length,), np.int32))

@@ -15,6 +15,7 @@ from jaxserve.control.policy import MAX_FORESEEN
 from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import EngineConfig, ModelConfig
+from jaxserve.core.kv_layout import exchanged_pages
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import BITS
 from jaxserve.core.step_shapes import Buckets
@@ -230,6 +231,7 @@ def plan_memory(
         shapes=spec.buckets,
         page_size=config.page_size,
         devices=spec.devices,
+        exchanged_pages=exchanged_pages(spec.platform),
     )
     free = min(room.free for room in rooms_of(spec.plan.instances, limits))
     if config.kv_pages is None and (swap_room := int(SWAP_SHARE * free)) > 0:

@@ -9,7 +9,7 @@ from jaxserve.control.plan import StagePlan
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.degrees import Degrees
-from jaxserve.core.kv_layout import EXCHANGED_PAGES, MAX_MOVED_PAGES
+from jaxserve.core.kv_layout import MAX_MOVED_PAGES, exchanged_pages
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.step_shapes import Buckets
 
@@ -167,7 +167,8 @@ class ModelSizes:
             return 0
         larger = min(2 * tp, self.degrees.max_tp)
         copies = (self.block(name, precision, larger) for name in names for precision in self._blocks.get(name, ()))
-        return max(copies) + EXCHANGED_PAGES * self._of_degree(tp).page
+        sizes = self._of_degree(tp)
+        return max(copies) + 2 * exchanged_pages(sizes.platform) * sizes.page
 
 
 def workspace_bytes(config: ModelConfig, buckets: Buckets, tp: int, *, sampling: bool, top: int) -> int:

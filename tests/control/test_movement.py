@@ -103,7 +103,7 @@ def test_a_merge_needs_room_for_its_largest_block_and_the_pages_of_one_call() ->
     members = START[:2]
     largest = max(RESOURCES.sizes.block(block.block, block.precision, 2) for block in BLOCKS)
     moved = movement(members, [merged(*members)], RESOURCES, groups=1000)
-    assert set(moved.peak.values()) == {largest + 2 * 64 * PAGE // 64}
+    assert set(moved.peak.values()) == {largest + 2 * RESOURCES.exchanged_pages * PAGE // 64}
 
 
 @given(groups=st.integers(0, 2000), count=st.sampled_from([2, 4, 8]))

@@ -191,7 +191,7 @@ def test_layer_by_layer_no_pause_is_longer_than_a_step() -> None:
     requests = [*SHORT[:60], SimRequest(20.0, LONG, 1)]
     built, answers = run(requests)
     pauses = built.control.pauses
-    assert len(pauses) >= 2 * (SHAPE.num_layers + 2)
+    assert len(pauses) > 20
     assert all(pause.seconds < 0.02 for pause in pauses)
     assert {pause.instances for pause in pauses[1:]} == {("4",)}, "the merged one serves while its layers change"
     for answer in answers.values():
