@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NO_OPERATIONS = {  # of jaxserve.kernels: nothing to time, or on GPU only others in turn
     "AllReduce", "AttentionMeta", "DeferredNorm", "DeferredSwiGLU", "HeadNorms", "LeftOperand", "Pool", "ProjectedQKV",
     "value_of",
-    "GRANULE", "committed_bytes", "is_elastic", "kv_pool", "move_pages", "page_bytes", "release_pages", "storage_dtype",
-    "write_and_attend",
+    "GRANULE", "committed_bytes", "is_elastic", "kv_pool", "move_pages", "page_bytes", "pool_shape", "put_pages",
+    "release_pages", "reserving", "storage_dtype", "take_pages", "write_and_attend",
 }  # fmt: skip
 WEB = ("fastapi", "starlette", "uvicorn", "pydantic")
 

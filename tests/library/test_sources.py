@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve import LLM, CheckpointError, ConfigError, EngineConfig, SamplingParams
+from jaxserve import LLM, CheckpointError, EngineConfig, SamplingParams
 from jaxserve.build import BuiltEngine, build
 from jaxserve.calibration.pipeline import QuantizationSettings
 from jaxserve.calibration.run import run
@@ -121,21 +121,15 @@ def test_prepared_layers_are_split_over_devices(prepared: Path, precision: str) 
     built.close()
 
 
-def test_prepared_groups_that_tp_would_cut_are_rounded_anew(
-    prepared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prepared_groups_that_tp_would_cut_become_smaller(prepared: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(prepared, model)
     run(model, QuantizationSettings(("int4",), "rtn", group=0))
     built = build(EngineConfig(model=model, tp=2, precision="int4", **OPTIONS))
-    loaded_blocks = built.instances[0].executor.blocks
+    resolved, loaded_blocks = built.resolved, built.instances[0].executor.blocks
+    whole, cut = (resolved.checkpoint.variant("layers.0", "int4", *at) for at in ((), (resolved.padded_model,)))
+    assert cut["attention.o"].group < whole["attention.o"].group
+    assert cut["attention.qkv"].group == whole["attention.qkv"].group, "its inputs are not split"
     held = {id(leaf): leaf.addressable_shards[0].data.nbytes for loaded in loaded_blocks for leaf in loaded.leaves}
-    assert built.resolved.ledger.entries["weights"] == sum(held.values())
-    assert "layers.0 in int4 is rounded to the nearest" in caplog.text
+    assert resolved.ledger.entries["weights"] == sum(held.values())
     built.close()
-
-
-def test_imported_groups_that_tp_would_cut_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, TINY, SHAPES, "pack_quantized", group=0, symmetric=True)
-    with pytest.raises(ConfigError, match="groups of 256 cannot be split over 2 devices"):
-        resolve(EngineConfig(model=tmp_path, tp=2, **OPTIONS))

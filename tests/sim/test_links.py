@@ -147,11 +147,11 @@ def test_links_do_not_know_of_each_other(several: list[Wanted], others: list[Wan
 
 @given(wanted(), st.lists(st.floats(0, 60), max_size=20))
 def test_it_makes_no_difference_how_often_one_looks(several: list[Wanted], looks: list[float]) -> None:
-    assert ends(several, looks=looks) == ends(several)
+    assert ends(several, looks=looks) == pytest.approx(ends(several))  # what is left is a rounded sum
     late = shared()
     started = [late.start(w.start, w.link, w.size, w.priority) for w in several]
     late.advance(1e6)
-    assert [transfer.end for transfer in started] == ends(several)
+    assert [transfer.end for transfer in started] == pytest.approx(ends(several))
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=10), st.sampled_from(Priority))
