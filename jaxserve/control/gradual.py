@@ -143,10 +143,19 @@ class GradualRegroup:
             host.free_layers(replaced[0])
 
     def _chunks(self, layers: Sequence[str]) -> Iterator[Sequence[str]]:
-        """Yield the layers that change between the same two steps, by how long their KV takes if the pools are full."""
+        """Yield the layers that change between the same two steps.
+
+        They are few enough for `BETWEEN_STEPS`, if the KV pools are full, and take no more memory beside those that
+        they replace than the largest block does, which changes as well.
+        """
         resources, groups = self.regrouping.resources, min(plan.kv_pages for plan in self.members)
         seconds = kv_movement(self.members, groups, resources).seconds(resources) / len(self.layers)
-        count = max(1, int(BETWEEN_STEPS / seconds)) if seconds else len(self.layers)
+        sizes = {
+            block.block: resources.sizes.block(block.block, block.precision, self.whole.tp)
+            for block in self.whole.blocks
+        }
+        room = max(sizes.values()) // max(1, *(sizes[layer] for layer in self.layers))
+        count = max(1, min(room, int(BETWEEN_STEPS / seconds) if seconds else room))
         for start in range(0, len(layers), count):
             yield layers[start : start + count]
 
