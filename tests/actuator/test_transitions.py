@@ -290,6 +290,7 @@ def test_layers_swap_under_tensor_pipeline_and_data_parallelism(
     monkeypatch.setattr(Checkpoint, "variant", counted)
     options = OPTIONS | {"memory_gb": 8, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32, "variants": ("int4",)}
     built = build(EngineConfig(model=tiny_model, **(options | degrees)))
+    built.warm.wait()
     adapted, compiled = Adapted(built), dict(built.compilations.counts)
     start, small = adapted.start, {f"layers.{layer}": "int4" for layer in range(3)}
     layers = [
