@@ -31,6 +31,7 @@ class StagePlan:
     blocks: tuple[BlockPlan, ...]
     devices: tuple[int, ...]  # indices into the machine's list of devices
     kv_pages: int  # the null page included
+    lanes: int = 1  # of its KV pools: the instances of the start whose KV pages it has, in arrays of their own
 
     @property
     def tp(self) -> int:
@@ -64,6 +65,11 @@ class InstancePlan:
     def kv_pages(self) -> int:
         """Number of KV pages, the null page included. All stages have the same, because page ids are valid in all."""
         return self.stages[0].kv_pages
+
+    @property
+    def lanes(self) -> int:
+        """Number of instances of the start that share their layers in this one, as its stages. Usually 1."""
+        return self.stages[0].lanes
 
     @property
     def tp(self) -> int:
@@ -114,8 +120,10 @@ class InstancePlan:
         return self._place == other._place
 
     @cached_property
-    def _place(self) -> tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]:
-        return tuple((stage.devices, tuple(block.block for block in stage.blocks)) for stage in self.stages)
+    def _place(self) -> tuple[tuple[tuple[int, ...], int, tuple[str, ...]], ...]:
+        return tuple(
+            (stage.devices, stage.lanes, tuple(block.block for block in stage.blocks)) for stage in self.stages
+        )
 
     @cached_property
     def precisions(self) -> Mapping[str, str]:

@@ -15,6 +15,7 @@ instances:
 
 import re
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -91,10 +92,12 @@ def plan_table(plan: Plan) -> str:
 
 
 def _instance_dict(instance: InstancePlan) -> dict[str, Any]:
-    """Return an instance as plain data. It has no `max_num_seqs` without a limit, and `draining` only if it does."""
+    """Return an instance as plain data, with `max_num_seqs`, `draining` and `lanes` only if they say anything."""
     options: dict[str, Any] = {} if instance.max_num_seqs is None else {"max_num_seqs": instance.max_num_seqs}
     if instance.draining:
         options["draining"] = True
+    if instance.lanes > 1:
+        options["lanes"] = instance.lanes
     return {"name": instance.name} | options | {"stages": [_stage_dict(stage) for stage in instance.stages]}
 
 
@@ -121,7 +124,7 @@ def _alike(instances: Sequence[InstancePlan]) -> list[list[InstancePlan]]:
     """Return instances in groups of those that differ in names and devices only, in the order of their first ones."""
     groups: dict[Any, list[InstancePlan]] = {}
     for instance in instances:
-        stages = tuple((stage.blocks, stage.kv_pages) for stage in instance.stages)
+        stages = tuple((stage.blocks, stage.kv_pages, stage.lanes) for stage in instance.stages)
         groups.setdefault((stages, instance.max_num_seqs, instance.draining), []).append(instance)
     return list(groups.values())
 
@@ -151,15 +154,18 @@ def _more(count: int) -> str:
 
 def _instance(value: Any, where: str, default_name: str) -> InstancePlan:
     """Return the instance that a value describes. Raise `ConfigError` if it has more than `MAX_BLOCKS` blocks."""
-    fields = _mapping(value, where, {"stages"}, {"name", "max_num_seqs", "draining"})
+    fields = _mapping(value, where, {"stages"}, {"name", "max_num_seqs", "draining", "lanes"})
     name, limit, draining = fields.get("name", default_name), fields.get("max_num_seqs"), fields.get("draining", False)
     if not isinstance(name, str):
         raise ConfigError(f"{where}.name is {_short(name)}: it must be a text")
     if not isinstance(draining, bool):
         raise ConfigError(f"{where}.draining is {_short(draining)}: it must be true or false")
+    lanes = _number(fields.get("lanes", 1), f"{where}.lanes")
+    if lanes < 1:
+        raise ConfigError(f"{where}.lanes is {lanes}: it must be at least 1")
     stages, room = [], MAX_BLOCKS
     for index, part in enumerate(_list(fields["stages"], f"{where}.stages")):
-        stages.append(_stage(part, f"{where}.stages[{index}]", room))
+        stages.append(replace(_stage(part, f"{where}.stages[{index}]", room), lanes=lanes))
         room -= len(stages[-1].blocks)
     limit = None if limit is None else _number(limit, f"{where}.max_num_seqs")
     return InstancePlan(tuple(stages), name, limit, draining)

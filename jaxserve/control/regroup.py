@@ -19,7 +19,14 @@ class Kind(Enum):
 
     MERGE = "merge"  # in place: every device keeps a part of the heads, of the pages of all members
     SPLIT = "split"  # in place, the reverse of a merge
+    DROP = "drop"  # in place: every device keeps a part of the layers, and the pages of all members for these
+    RESTORE = "restore"  # in place, the reverse of a drop
     COPY = "copy"  # page by page to other devices
+
+    @property
+    def joins(self) -> bool:
+        """Whether several instances become one."""
+        return self in (Kind.MERGE, Kind.DROP)
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,10 @@ def kind_of(before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> Ki
         return Kind.MERGE
     if len(before) == 1 and len(after) > 1 and _is_merge(after, before[0]):
         return Kind.SPLIT
+    if len(after) == 1 and len(before) > 1 and is_group(before, after[0]):
+        return Kind.DROP
+    if len(before) == 1 and len(after) > 1 and is_group(after, before[0]) and all(plan.lanes == 1 for plan in after):
+        return Kind.RESTORE
     return Kind.COPY
 
 
@@ -141,6 +152,7 @@ def structural_change(old: Plan, new: Plan, resources: Resources) -> StructuralC
             diff(instance, wanted, resources)  # raises
             finish[instance.name] = wanted
     for before, after in _groups(old, new):
+        _check_lanes(before, after)
         started, moved = _aligned(before, after, resources)
         align |= {plan.name: plan for plan, now in zip(started, before, strict=True) if plan != now}
         finish |= {wanted.name: wanted for plan, wanted in zip(moved, after, strict=True) if plan != wanted}
@@ -201,6 +213,10 @@ def _aligned(
     kind = kind_of(before, after)
     if kind is Kind.COPY:
         return tuple(before), tuple(after)
+    if kind is Kind.DROP:
+        return _aligned_for_drop(before, after[0], resources)
+    if kind is Kind.RESTORE:
+        return _aligned_for_restore(before[0], after)
     if kind is Kind.MERGE:
         (whole,), count = after, len(before)
         pages = min(min(plan.kv_pages for plan in before), whole.kv_pages // count)
@@ -210,6 +226,49 @@ def _aligned(
     pages = min(min(plan.kv_pages for plan in after), whole.kv_pages // count)
     precisions = after[0].precisions
     return (_with(whole, precisions, pages * count),), tuple(_with(plan, precisions, pages) for plan in after)
+
+
+def _aligned_for_drop(
+    members: Sequence[InstancePlan], whole: InstancePlan, resources: Resources
+) -> tuple[tuple[InstancePlan, ...], tuple[InstancePlan, ...]]:
+    """Return the plans of members right before a drop, and that of the group right after it.
+
+    The members' pools have equally many rows. Every device keeps the layers that it has, in their precisions, and all
+    that fits of the wanted pages is there at once.
+    """
+    rows = min(min(plan.kv_pages // plan.lanes for plan in members), whole.kv_pages // whole.lanes)
+    there = {
+        (stage.devices, block.block): block.precision
+        for plan in members
+        for stage in plan.stages
+        for block in stage.blocks
+    }
+    kept = {block.block: there[stage.devices, block.block] for stage in whole.stages for block in stage.blocks}
+    moved = whole.with_precisions(kept)
+    least = rows * whole.lanes
+    pages = whole.kv_pages
+    if moved != whole:
+        pages = max(least, min(pages, resources.kv_capacity(moved)))
+    return tuple(plan.with_kv_pages(rows * plan.lanes) for plan in members), (moved.with_kv_pages(pages),)
+
+
+def _aligned_for_restore(
+    whole: InstancePlan, members: Sequence[InstancePlan]
+) -> tuple[tuple[InstancePlan, ...], tuple[InstancePlan, ...]]:
+    """Return the plan of a group right before its layers are restored, and those of its members right after it."""
+    pages = min(min(plan.kv_pages for plan in members), whole.kv_pages // whole.lanes)
+    there = {(stage.devices, block.block): block.precision for stage in whole.stages for block in stage.blocks}
+    moved = tuple(
+        plan.with_precisions(
+            {
+                block.block: there.get((stage.devices, block.block), block.precision)
+                for stage in plan.stages
+                for block in stage.blocks
+            }
+        ).with_kv_pages(pages)
+        for plan in members
+    )
+    return (whole.with_kv_pages(pages * whole.lanes),), moved
 
 
 def _with(plan: InstancePlan, precisions: Mapping[str, str], pages: int) -> InstancePlan:
@@ -230,6 +289,16 @@ def _is_merge(members: Sequence[InstancePlan], whole: InstancePlan) -> bool:
     return True
 
 
+def is_group(members: Sequence[InstancePlan], whole: InstancePlan) -> bool:
+    """Return whether each stage of an instance has the devices of one stage of its members, and some of its blocks."""
+    own = {stage.devices: {block.block for block in stage.blocks} for plan in members for stage in plan.stages}
+    return (
+        whole.lanes == sum(plan.lanes for plan in members)
+        and len(whole.stages) == len(own) == sum(len(plan.stages) for plan in members)
+        and all({block.block for block in stage.blocks} <= own.get(stage.devices, set()) for stage in whole.stages)
+    )
+
+
 def _check_names_and_devices(plan: Plan) -> None:
     names = [instance.name for instance in plan.instances]
     for name in names:
@@ -244,6 +313,17 @@ def _check_names_and_devices(plan: Plan) -> None:
         for index, stage in enumerate(instance.stages):
             if len(set(stage.devices)) < len(stage.devices):
                 raise PlanError(f"instance {instance.name}, stage {index} names a device twice")
+
+
+def _check_lanes(before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> None:
+    if kind_of(before, after) is not Kind.COPY:
+        return
+    for plan in after:
+        if plan.lanes > 1:
+            raise PlanError(
+                f"instance {plan.name} has {plan.lanes} lanes: it must have the devices of the instances that it comes "
+                "from as stages, each with a part of the layers that it has"
+            )
 
 
 def _check_shape(instance: InstancePlan, old: Plan, resources: Resources) -> None:

@@ -48,7 +48,8 @@ class Resources:
     shapes: Buckets = DEFAULT_SHAPES  # of steps
     page_size: int = 16  # tokens
     max_len: int = 0  # tokens of the longest sequence; 0: as many as the smallest number of KV pages holds
-    degrees: tuple[DegreeLimits, ...] = ()  # by degree of tensor parallelism; () if instances are never merged
+    # By degree of tensor parallelism and by lanes; () if instances are neither merged nor grouped.
+    degrees: tuple[DegreeLimits, ...] = ()
     # Devices of the machine, which plans name by their indices; 0 if unknown. Sizes do not depend on it.
     devices: int = field(default=0, compare=False)
     exchanged_pages: int = 64  # of one layer, by one call, when instances merge or split
@@ -61,22 +62,36 @@ class Resources:
         """Precisions in which layers run on held variants and take no more memory."""
         return self.sizes.in_place
 
-    def limits_of(self, tp: int) -> DegreeLimits:
-        """Return the limits of instances on `tp` devices. Raise `PlanError` if no instance may have as many."""
-        if not self.degrees:
+    def limits_of(self, tp: int, lanes: int = 1) -> DegreeLimits:
+        """Return the limits of instances on `tp` devices, or of groups with several lanes on `tp` devices each.
+
+        Raise `PlanError` if no instance may have as many.
+        """
+        if not self.degrees and lanes == 1:
             max_len = self.max_len or (self.min_pages - 1) * self.page_size
             pages = (self.min_pages, self.max_pages, self.start_pages, self.max_pages)
             return DegreeLimits(tp, max_len, *pages, self.segments, self.shapes)
-        found = next((limits for limits in self.degrees if limits.tp == tp), None)
-        if found is None:
-            degrees = ", ".join(str(limits.tp) for limits in self.degrees)
-            raise PlanError(f"an instance has {tp} devices: it must have one of {degrees} (tp, max_tp)")
-        return found
+        found = next((limits for limits in self.degrees if (limits.tp, limits.lanes) == (tp, lanes)), None)
+        if found is not None:
+            return found
+        if lanes > 1:
+            raise PlanError(
+                f"a group has {lanes} instances with {tp} devices for each layer: it must have at most "
+                f"{self.max_lanes}, with as many devices as at the start (max_pp)"
+            )
+        degrees = ", ".join(str(limits.tp) for limits in self.degrees if limits.lanes == 1)
+        raise PlanError(f"an instance has {tp} devices: it must have one of {degrees} (tp, max_tp)")
+
+    @property
+    def max_lanes(self) -> int:
+        """The largest number of instances that may share their layers; 1 if none may."""
+        return max((limits.lanes for limits in self.degrees), default=1)
 
     @property
     def max_tp(self) -> int:
         """The largest degree of tensor parallelism that an instance may have; 0 if instances are never merged."""
-        return max((limits.tp for limits in self.degrees), default=0)
+        tps = [limits.tp for limits in self.degrees]
+        return max(tps) if len(set(tps)) > 1 else 0
 
     # -- one layer
 
@@ -169,7 +184,7 @@ class Resources:
         def too_many(pages: int) -> bool:
             return any(sum(pool.bytes(pages) for pool in pools) > room for room, pools in rooms)
 
-        return bisect_left(range(1, self.limits_of(instance.tp).max_pages + 1), True, key=too_many)
+        return bisect_left(range(1, self.limits_of(instance.tp, instance.lanes).max_pages + 1), True, key=too_many)
 
     def max_capacity(self, instance: InstancePlan) -> int:
         """Return the largest number of KV pages that an instance can have, with all its layers at their smallest."""
@@ -209,7 +224,7 @@ class _Pools:
     def of(cls, stage: StagePlan, resources: Resources) -> "_Pools":
         count = sum(is_layer(block.block) for block in stage.blocks)
         page = resources.page_bytes(stage)
-        return cls(page, count * resources.granule, resources.limits_of(stage.tp))
+        return cls(page, count * stage.lanes * resources.granule, resources.limits_of(stage.tp, stage.lanes))
 
     def bytes(self, pages: int) -> int:
         """Return the bytes that the pools take while `pages` may be in use."""
@@ -261,12 +276,14 @@ def _check_pages(instance: InstancePlan, resources: Resources) -> None:
             f"instance {instance.name} runs at most {instance.max_num_seqs} sequences: it must be at least 1"
         )
     for index, stage in enumerate(instance.stages):
-        where, limits = f"instance {instance.name}, stage {index}", resources.limits_of(stage.tp)
+        where, limits = f"instance {instance.name}, stage {index}", resources.limits_of(stage.tp, stage.lanes)
         if not limits.min_pages <= stage.kv_pages <= limits.max_pages:
             raise PlanError(
                 f"{where} has {stage.kv_pages} KV pages: it must be from {limits.min_pages} (max_model_len) "
                 f"to {limits.max_pages} (max_kv_pages)"
             )
+        if stage.kv_pages % stage.lanes:
+            raise PlanError(f"{where} has {stage.kv_pages} KV pages in {stage.lanes} lanes: all have equally many")
         if stage.kv_pages != instance.kv_pages:
             raise PlanError(
                 f"{where} has {stage.kv_pages} KV pages: it must have {instance.kv_pages}, as many as stage 0"

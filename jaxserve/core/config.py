@@ -289,6 +289,15 @@ class EngineConfig:
             minimum=1,
         ),
     ] = None
+    max_pp: Annotated[
+        int | None,
+        Option(
+            "Parallelism",
+            "Most pipeline stages of a group: instances that drop layers which they have in common, for more KV pages.",
+            default="pp",
+            minimum=1,
+        ),
+    ] = None
     virtual_devices: Annotated[
         int | None,
         Option(
@@ -356,3 +365,8 @@ class EngineConfig:
     def degrees(self) -> Degrees:
         """The degrees of tensor parallelism that instances may have."""
         return Degrees(self.tp, self.tp if self.max_tp is None else self.max_tp)
+
+    @property
+    def max_lanes(self) -> int:
+        """The most instances of the start that a group may have; 1 if instances never share their layers."""
+        return 1 if self.max_pp is None else self.max_pp // self.pp

@@ -19,6 +19,7 @@ class DividedPool(PagePool):
         self.num_pages = sum(side.num_pages for side in sides)
         self.caching = sides[0].caching
         self.min_pages = self.max_pages = self.num_pages
+        self.away = set()
 
     @property
     def capacity(self) -> int:

@@ -5,6 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 
+from jaxserve.kvcache.lanes import JoinedIds
+
 NULL_PAGE = 0  # padding rows write to it, and it is never handed out
 
 
@@ -39,6 +41,7 @@ class PagePool:
         self._references = [0] * self._fresh
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
+        self.away: set[int] = set()  # pages whose contents are not there yet; see `withhold`
 
     @property
     def capacity(self) -> int:
@@ -65,7 +68,7 @@ class PagePool:
 
     def may_take_from(self, pages: Sequence[int], other: Sequence[int]) -> bool:
         """Return whether a sequence that holds `pages` can get those that another one gives back."""
-        return True
+        return not (self.away and other) or not self.away.issuperset(other)
 
     def allocate(self, count: int, beside: Sequence[int] = ()) -> list[int]:
         """Take `count` pages, with one reference each, for a sequence that holds the pages `beside`.
@@ -110,11 +113,11 @@ class PagePool:
                     heapq.heappush(self._free, page)
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the pages of the longest cached prefix. They are not retained."""
+        """Return the pages of the longest cached prefix whose contents are there. They are not retained."""
         pages = []
         for digest in hashes:
             page = self._page_of.get(digest)
-            if page is None:
+            if page is None or page in self.away:
                 break
             pages.append(page)
         return pages
@@ -132,6 +135,35 @@ class PagePool:
         self._cached.clear()
         self._hash_of.clear()
         self._page_of.clear()
+
+    # -- pages whose contents are on their way to other devices
+
+    def withhold(self, pages: Iterable[int]) -> None:
+        """Hold pages, free ones too, until their contents have come (`arrive`): none is handed out meanwhile.
+
+        Sequences keep those that they have, and may give them back. Lookups do not find them.
+        """
+        pages = set(pages)
+        self._list_fresh_below(max(pages, default=0) + 1)
+        self._free = sorted(set(self._free) - pages)
+        for page in pages:
+            self._cached.pop(page, None)
+            self._references[page] += 1
+        self.away |= pages
+
+    def arrive(self, pages: Iterable[int]) -> None:
+        """End the hold on pages, whose contents are there now."""
+        pages = sorted(self.away.intersection(pages))
+        self.away.difference_update(pages)
+        self.release(pages)
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Take pages out of the prefix cache that sequences or a hold have, because their contents are lost."""
+        for page in pages:
+            assert self._references[page] > 0, page
+            digest = self._hash_of.pop(page, None)
+            if digest is not None:
+                del self._page_of[digest]
 
     def grow(self, count: int) -> None:
         """Add `count` free pages. Raise `ValueError` beyond `max_pages`."""
@@ -205,24 +237,32 @@ class PagePool:
     # -- pools that become one, and one that becomes several
 
     @classmethod
-    def joined(cls, pools: Sequence["PagePool"], *, min_pages: int, max_pages: int) -> "PagePool":
-        """Return one pool with the pages of n pools of the same size, which stay as they are.
+    def joined(
+        cls, pools: Sequence["PagePool"], *, min_pages: int, max_pages: int, lanes: Sequence[int] | None = None
+    ) -> "PagePool":
+        """Return one pool with the pages of several, which stay as they are, under the ids of `JoinedIds`.
 
-        Page p of `pools[i]` is page n * p + i, with its references and hash. Of pages with the same hash one keeps it:
-        one in use, or else the one to be evicted last. The order of eviction takes a page of each pool in turn. The
-        null pages of all pools but the first are free.
+        `lanes` are those of each pool, of which all have the same number of pages (default: one each). Pages keep their
+        references and hashes. Of pages with the same hash one keeps it: one in use, or else the one to be evicted last.
+        The order of eviction takes a page of each pool in turn. The null pages of all pools but the first are free.
         """
-        n, first = len(pools), pools[0]
-        assert all((pool.num_pages, pool.caching) == (first.num_pages, first.caching) for pool in pools)
-        whole = cls(n * first.num_pages, caching=first.caching, min_pages=min_pages, max_pages=max_pages)
-        whole._fresh = max(n * (pool._fresh - 1) + i + 1 for i, pool in enumerate(pools))
+        ids, first = JoinedIds(tuple(lanes or (1,) * len(pools))), pools[0]
+        rows = first.num_pages // ids.lanes[0]
+        for pool, own in zip(pools, ids.lanes, strict=True):
+            assert (pool.num_pages, pool.caching) == (own * rows, first.caching)
+        whole = cls(ids.count * rows, caching=first.caching, min_pages=min_pages, max_pages=max_pages)
+        whole._fresh = max(ids.joined(part, pool._fresh - 1) + 1 for part, pool in enumerate(pools))
         whole._references = [0] * whole._fresh
         hash_of: dict[int, bytes] = {}
-        for i, pool in enumerate(pools):
-            whole._references[i : n * pool._fresh : n] = pool._references
-            hash_of.update((n * page + i, digest) for page, digest in pool._hash_of.items())
+        for part, pool in enumerate(pools):
+            for lane in range(min(ids.lanes[part], pool._fresh)):
+                references = pool._references[lane :: ids.lanes[part]]
+                first = ids.first_lanes[part] + lane
+                last = first + (len(references) - 1) * ids.count
+                whole._references[first : last + 1 : ids.count] = references
+            hash_of.update((ids.joined(part, page), digest) for page, digest in pool._hash_of.items())
         turns = zip_longest(*(pool._cached for pool in pools))
-        cached = [n * page + i for turn in turns for i, page in enumerate(turn) if page is not None]
+        cached = [ids.joined(part, page) for turn in turns for part, page in enumerate(turn) if page is not None]
         live = [page for page in hash_of if whole._references[page]]
         for page in (*live, *reversed(cached)):
             whole.register(page, hash_of[page])  # unless a page before it has the same hash
@@ -256,9 +296,12 @@ class PagePool:
 
     def _list_fresh(self) -> None:
         """List the pages that were never handed out with the other free ones."""
-        self._free.extend(range(self._fresh, self.num_pages))  # still a heap: these ids are the largest
-        self._references.extend([0] * (self.num_pages - self._fresh))
-        self._fresh = self.num_pages
+        self._list_fresh_below(self.num_pages)
+
+    def _list_fresh_below(self, end: int) -> None:
+        self._free.extend(range(self._fresh, end))  # still a heap: these ids are the largest
+        self._references.extend([0] * (end - self._fresh))
+        self._fresh = max(self._fresh, end)
 
     def _rename(self, moves: dict[int, int]) -> None:
         for old, new in moves.items():

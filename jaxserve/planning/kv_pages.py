@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from jaxserve.control.degree_limits import DegreeLimits
+from jaxserve.control.groups import grouped_plan
 from jaxserve.control.plan import InstancePlan
 from jaxserve.control.resources import Resources
 from jaxserve.core.config import EngineConfig
@@ -32,11 +33,12 @@ def with_kv_pages(spec: EngineSpec, limits: Resources) -> Resources:
     config, granule = spec.config, limits.granule
     rooms = rooms_of(spec.plan.instances, limits)
     merged = [_Merged.of(spec, limits, degree) for degree in config.degrees.larger()]
+    groups = [_Merged.group_of(spec, limits, rooms, lanes) for lanes in range(2, config.max_lanes + 1)]
     min_pages = _check_rooms(config, rooms, merged)
     starts = [*rooms, *(each.for_members for each in merged)]  # pages at the start must fit before and after a merge
     pages, reserved = _start_and_reserved(spec, rooms, starts)
     taken = max(sum(room.entries.values()) + pages * room.page + room.pools * granule for room in rooms)
-    usable = {each: each.usable(spec, reserved, taken) for each in merged}
+    usable = {each: each.usable(spec, reserved, taken) for each in (*merged, *groups)}
     if granule:
         segments: tuple[int, ...] = (max(reserved, *(ceil_div(most[-1], m.members) for m, most in usable.items()), 0),)
         if config.kv_pages is None and any(room.pool_bytes(pages, segments, granule) > room.free for room in starts):
@@ -47,17 +49,17 @@ def with_kv_pages(spec: EngineSpec, limits: Resources) -> Resources:
         fitting = min((room.free + room.freeable) // room.page for room in rooms)
         segments = segments_for(pages, max(pages, min(reserved, fitting)))
         max_pages = sum(segments)
-        segments = _with_ends(segments, [most // m.members for m in merged for most in usable[m]])
+        segments = _with_ends(segments, [most // m.members for m, pages in usable.items() for most in pages])
     check_pools(starts, pages, segments, granule)
     limits = replace(limits, max_pages=max_pages, segments=() if granule else segments, start_pages=pages)
-    if not merged:
+    if not usable:
         max_len = _max_model_len(spec, pages)
         return replace(limits, min_pages=_pages_of(max_len, config), max_len=max_len)
-    most = {config.tp: max_pages}
-    for each in merged:
-        fitting = min(usable[each][-1], each.members * sum(segments))
-        most[each.degree] = max(fitting, each.members * max_pages)
-    return _with_degrees(spec, limits, most, sum(segments))
+    fitting = {each: min(most[-1], each.members * sum(segments)) for each, most in usable.items()}
+    most = {config.tp: max_pages} | {each.degree: max(fitting[each], each.members * max_pages) for each in merged}
+    limits = _with_degrees(spec, limits, most, sum(segments))
+    of_groups = [_group_limits(limits.degrees[0], each.members, fitting[each]) for each in groups]
+    return replace(limits, degrees=(*limits.degrees, *of_groups))
 
 
 def within_start(config: EngineConfig, instances: Sequence[InstancePlan], limits: Resources) -> Resources:
@@ -78,16 +80,23 @@ def of_degree(instance: InstancePlan, degree: int) -> InstancePlan:
 
 @dataclass(frozen=True, eq=False)
 class _Merged:
-    """An instance that others are merged to, alone on its devices."""
+    """An instance that others are merged to, or that shares their layers, alone on its devices."""
 
     degree: int
     members: int  # instances of the start
-    room: Room  # on each device
+    room: Room  # on each device, or on the one with room for the fewest pages
 
     @classmethod
     def of(cls, spec: EngineSpec, limits: Resources, degree: int) -> "_Merged":
         instance = of_degree(spec.plan.instances[0], degree)
         return cls(degree, spec.config.degrees.members(degree), rooms_of((instance,), limits)[0])
+
+    @classmethod
+    def group_of(cls, spec: EngineSpec, limits: Resources, rooms: Sequence[Room], lanes: int) -> "_Merged":
+        pages = max(1, min(room.free // room.page for room in rooms))
+        members = [instance.with_kv_pages(pages) for instance in spec.plan.instances[:lanes]]
+        stages = rooms_of((grouped_plan(members, "", limits),), limits)
+        return cls(spec.config.tp, lanes, min(stages, key=lambda room: room.free // room.page))
 
     @property
     def for_members(self) -> Room:
@@ -147,6 +156,21 @@ def _with_degrees(spec: EngineSpec, limits: Resources, most: Mapping[int, int], 
             replace(each, max_len=lengths[each.tp], min_pages=_pages_of(lengths[each.tp], config))
             for each in of_degrees
         ),
+    )
+
+
+def _group_limits(member: DegreeLimits, lanes: int, pages: int) -> DegreeLimits:
+    """Return the limits of groups of instances with the limits of `member`, which have at most these KV pages.
+
+    They promise to hold sequences as long as each of their members.
+    """
+    return replace(
+        member,
+        lanes=lanes,
+        max_pages=pages // lanes * lanes,
+        start_pages=lanes * member.start_pages,
+        room=lanes * member.room,
+        segments=tuple(lanes * pages for pages in member.segments),
     )
 
 

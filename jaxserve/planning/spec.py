@@ -52,6 +52,7 @@ class EngineSpec:
         chain = block_chain(head if model.tie_embeddings else model.dtype, precisions, head)
         plan = parallel_plan(chain, kv_pages=0, tp=config.tp, pp=config.pp, dp=config.dp, devices=devices)
         check_degrees(config, model)
+        check_stages(config, model)
         if _has_spare_slots(config, platform):
             limited = (instance.with_max_num_seqs(defaults.max_num_seqs) for instance in plan.instances)
             plan = replace(plan, instances=tuple(limited))
@@ -84,6 +85,20 @@ def check_degrees(config: EngineConfig, model: ModelConfig) -> None:
             f"{given}: it must be at most {max(tp, model.num_kv_heads)}, because the model has {model.num_kv_heads} "
             "kv heads and a head cannot be cut; to copy heads would enlarge the KV cache at every degree"
         )
+
+
+def check_stages(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise `ConfigError` if groups of instances cannot have `max_pp` stages."""
+    max_pp, pp = config.max_pp, config.pp
+    if max_pp is None or max_pp == pp:
+        return
+    given = f"max_pp is {max_pp}"
+    if max_pp % pp:
+        raise ConfigError(f"{given}: it must be a multiple of pp ({pp}), the stages of each instance")
+    if max_pp > pp * config.dp:
+        raise ConfigError(f"{given}: it must be at most pp x dp = {pp} x {config.dp} = {pp * config.dp}")
+    if max_pp > model.num_layers:
+        raise ConfigError(f"{given}: it must be at most {model.num_layers}, the number of the model's layers")
 
 
 def dtype_of(config: EngineConfig, stored: DType, layers: Sequence[str], platform: str) -> DType:

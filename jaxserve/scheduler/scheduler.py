@@ -6,7 +6,7 @@ all its pages back and is computed again later (preemption by recomputation).
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 
@@ -40,6 +40,7 @@ class Scheduler:
         self.max_running = limits.max_num_seqs  # sequences
         self.running: list[Sequence] = []  # by priority, then by arrival
         self._waiting = WaitingQueue()
+        self._held: set[Sequence] = set()  # running ones of which KV pages are away (`withhold`)
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # tokens found in the prefix cache
@@ -68,7 +69,9 @@ class Scheduler:
         any waiting sequence then waits for pages, which become free only when a running sequence ends.
         """
         first = self._waiting.first
-        if not self.running or (first is not None and first.num_inflight) or isinstance(self.pages, DividedPool):
+        if not self.running or (first is not None and first.num_inflight):
+            return 0
+        if isinstance(self.pages, DividedPool) or self.pages.away:
             return 0
         limit = self.pages.available // len(self.running) * self.limits.page_size  # tokens per sequence
         for sequence in self.running:
@@ -253,14 +256,44 @@ class Scheduler:
             sequence.num_known_inflight = sequence.num_inflight
             self._waiting.defer(sequence)
 
+    def withhold(self, pages: Collection[int]) -> None:
+        """Hold pages whose contents are on their way, and all sequences that have any of them.
+
+        Held sequences keep their slots and pages, and are not scheduled until all of their pages have come (`arrive`).
+        Call it with no token in flight.
+        """
+        self.pages.withhold(pages)
+        self._held = {sequence for sequence in self.running if not self.pages.away.isdisjoint(sequence.pages)}
+
+    def arrive(self, pages: Collection[int]) -> None:
+        """End the hold on pages, and on the sequences that have all of their pages now."""
+        self.pages.arrive(pages)
+        self._held = {sequence for sequence in self._held if not self.pages.away.isdisjoint(sequence.pages)}
+
+    def lose(self, now: float) -> None:
+        """End the hold on pages whose contents will never come. What held them is computed again."""
+        lost, held = set(self.pages.away), list(self._held)
+        waiting = [sequence for sequence in self._waiting if not lost.isdisjoint(sequence.pages)]
+        for sequence in waiting:
+            self._release(sequence)
+        for sequence in held:
+            self._preempt(sequence, now)
+        self.pages.forget(lost)
+        self.arrive(lost)
+
+    @property
+    def num_held(self) -> int:
+        """Number of running sequences that wait for KV pages on their way."""
+        return len(self._held)
+
     # -- decode
 
     def _schedule_decodes(self, now: float) -> list[Sequence]:
         decodes, size = [], self.limits.page_size
         for sequence in tuple(self.running):  # a copy: preemption removes later sequences
             computed, total = sequence.num_computed, sequence.total
-            if sequence.status is not SequenceStatus.RUNNING:
-                continue  # preempted a moment ago
+            if sequence.status is not SequenceStatus.RUNNING or sequence in self._held:
+                continue  # preempted a moment ago, or without some of its KV
             if computed != total - 1 or not sequence.num_prompt < total < sequence.limit:
                 # Still in prefill, or its last token is in flight. A grammar may have forced several tokens at once.
                 if sequence.matcher is not None:
@@ -308,7 +341,7 @@ class Scheduler:
         for sequence in self.running:
             if tiles == 0:
                 break
-            if sequence.num_computed < len(sequence.tokens) and not sequence.decoding:
+            if sequence.num_computed < len(sequence.tokens) and not sequence.decoding and sequence not in self._held:
                 tiles -= self._add_chunk(chunks, sequence, tiles)
         return tiles
 
@@ -327,6 +360,8 @@ class Scheduler:
         """Take pages, cached ones first, for all tokens of a waiting sequence. Return whether enough were free."""
         size = self.limits.page_size
         shared: list[int] = []
+        if self.pages.away and not self.pages.away.isdisjoint(sequence.pages):
+            return False
         if not sequence.pages:
             shared = self._cached_prefix(sequence)
             self.pages.retain(shared)
@@ -410,6 +445,7 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         """Take the slot of a running sequence back."""
         self.running.remove(sequence)
+        self._held.discard(sequence)
         self.table.give_slot(sequence.slot)
         sequence.slot = -1
 
