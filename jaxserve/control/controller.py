@@ -230,7 +230,8 @@ class Controller:
                 return
         seen = {name: instance.seen for name, instance in self._instances.items()}
         room = waiting or WaitingRoom()
-        self._structure.tick(now, ServiceView(now, seen, room, longest, self._is_warm), self._instances)
+        view = ServiceView(now, seen, room, longest, self._is_warm, self._in_force.used_names)
+        self._structure.tick(now, view, self._instances)
         if now >= self._sample_due and self._turn is turn:
             self._sample_due = now + HISTORY_INTERVAL
             plan = self.plan
