@@ -180,7 +180,10 @@ class PlanInForce:
         self._followers: list[Callable[[], None]] = []
 
     def follow(self, changed: Callable[[], None]) -> None:
-        """Have a function called after each change, by the thread that has made it. The function must be quick."""
+        """Have a function called after each change, by the thread that has made it. The function must be quick.
+
+        It is also called when the policy has changed, and with it which plans may come into force.
+        """
         self._followers.append(changed)
 
     @property
@@ -216,7 +219,7 @@ class PlanInForce:
             self._names.update(self._instances)
             self._version += 1
             version = self._version
-        self._tell()
+        self.tell()
         return version
 
     def commit(self, instance: InstancePlan, transitions: int) -> int:
@@ -225,10 +228,11 @@ class PlanInForce:
             self._instances[instance.name] = instance
             self._version += transitions
             version = self._version
-        self._tell()
+        self.tell()
         return version
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Call all followers."""
         for changed in self._followers:
             try:
                 changed()
