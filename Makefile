@@ -17,7 +17,7 @@ CUDA_PLUGIN := $(VENV)/cuda-plugin
 SOURCES := jaxserve tests bench examples scripts setup.py $(wildcard pallas_kernels checkpoints)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo demo-cluster test test-clients test-regroups check check-gpu-compile format bench bench-peers clean
+.PHONY: help serve demo demo-cluster test test-clients test-regroups test-thorough check check-gpu-compile format bench bench-peers clean
 # All targets share one environment.
 .NOTPARALLEL:
 
@@ -44,6 +44,9 @@ test-clients: $(CLIENTS) ## run the tests with other people's client libraries (
 test-regroups: $(DEV) $(NATIVE) ## regroup instances at random for about 15 minutes (EXAMPLES=2500 histories)
 	REGROUP_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/control/test_regrouping.py \
 	  tests/library/test_random_regroups.py $(ARGS)
+
+test-thorough: $(DEV) $(NATIVE) ## run the tests with all cases of long lists, of which make test takes some
+	THOROUGH=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 1 $(ARGS)
 
 check: $(DEV) ## lint, format, types of the JAX-free packages, import rules, generated files
 	$(BIN)/ruff check $(SOURCES)

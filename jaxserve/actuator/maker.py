@@ -4,13 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from jaxserve.compilation.programs import Compiler, StartsCompiling
-from jaxserve.control import BlockPlan, InstancePlan, StagePlan
+from jaxserve.compilation.programs import Compiler, Program, StartsCompiling
+from jaxserve.control import InstancePlan, StagePlan
 from jaxserve.control.costs import CostModel
 from jaxserve.control.regroup import split_plans
-from jaxserve.core.block_names import is_layer, layer_index
+from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import Clock
-from jaxserve.core.config import ModelConfig
 from jaxserve.core.precision import assignment_id
 from jaxserve.core.progress import QUANTISING, READING, Progress, ignore_progress
 from jaxserve.core.step_load import Loads
@@ -27,12 +26,13 @@ from jaxserve.executor.kv_exchange import Side
 from jaxserve.executor.pools import Pools
 from jaxserve.executor.programs import InstanceSizes, Programs
 from jaxserve.kvcache import PagePool
-from jaxserve.models import representative
 from jaxserve.parallel.placement import Placement
 from jaxserve.planning.resolve import Resolved
 from jaxserve.sampling.device_sampler import DeviceSampler
 from jaxserve.telemetry import EngineMetrics
 from jaxserve.telemetry.tracing import RequestTracer
+
+Kinds = Sequence[Sequence[tuple[str, str]]]  # see `InstanceMaker._kinds`, for each stage
 
 
 @dataclass(frozen=True)
@@ -115,48 +115,57 @@ class InstanceMaker:
         These are a merge of equal instances and its reverse, with any number of them, and a copy of an instance of the
         start on other devices.
         """
-        smallest = self.resolved.config.tp
+        smallest, kinds = self.resolved.config.tp, list(map(self._kinds, plan.stages))
         for degree in self.resolved.degrees:
             members = degree // smallest
             if members > 1 and plan.tp % members == 0 and plan.tp // members >= smallest:
-                self._compile_merge(plan, members, compiler)
+                self._compile_merge(plan, members, kinds, compiler)
         for pools in dict.fromkeys(self.side(plan).programs):
             pools.compile(self.side(plan).sizes, 1, compiler, copies=True)
         for other in self.resolved.plan.instances:
             if other.tp == plan.tp and not other.same_place(plan):
-                self._compile_blocks(plan, [other], compiler)
+                self._compile_blocks(plan, [other], kinds, compiler)
 
-    def _compile_merge(self, plan: InstancePlan, members: int, compiler: StartsCompiling) -> None:
+    def _compile_merge(self, plan: InstancePlan, members: int, kinds: Kinds, compiler: StartsCompiling) -> None:
         whole = plan.with_kv_pages(plan.kv_pages // members * members)
         parts = split_plans(whole, [str(index) for index in range(members)])
         self.programs.exchange(list(map(self.side, parts)), self.side(plan)).compile(compiler)
-        self._compile_apart(plan, members, compiler)
-        self._compile_blocks(plan, parts, compiler)
+        self._compile_apart(plan, members, kinds, compiler)
+        self._compile_blocks(plan, parts, kinds, compiler)
         for index, part in enumerate(parts):
-            self._compile_blocks(part, [plan, *parts[:index]], compiler)
+            self._compile_blocks(part, [plan, *parts[:index]], kinds, compiler)
 
-    def _compile_apart(self, plan: InstancePlan, members: int, compiler: StartsCompiling) -> None:
+    def _compile_apart(self, plan: InstancePlan, members: int, kinds: Kinds, compiler: StartsCompiling) -> None:
         """Tell `compiler` the programs of layers that the members of an instance run apart."""
         builder, steps = self.programs.builder, StepCompiler(compiler, self.programs, self.sizes(plan))
-        for stage in plan.stages:
+        for stage, blocks in zip(plan.stages, kinds, strict=True):
             place = ApartPlacement(self.placement(stage), members)
-            for block in _kinds(builder.config, stage):
-                for precision in self._precisions(block):
-                    if is_layer(block.block):
-                        steps.compile_apart(place, builder.apart_signature(block.block, precision, place))
+            for block, precision in blocks:
+                if is_layer(block):
+                    steps.compile_apart(place, builder.apart_signature(block, precision, place))
 
-    def _precisions(self, block: BlockPlan) -> list[str]:
-        """Return the precisions that a block may have."""
-        return list(dict.fromkeys((block.precision, *(self.resolved.variants if is_layer(block.block) else ()))))
-
-    def _compile_blocks(self, target: InstancePlan, copies: Sequence[InstancePlan], compiler: StartsCompiling) -> None:
+    def _compile_blocks(
+        self, target: InstancePlan, copies: Sequence[InstancePlan], kinds: Kinds, compiler: StartsCompiling
+    ) -> None:
         """Tell `compiler` the programs by which an instance's blocks are made of those of others."""
-        builder = self.programs.builder
-        for index, stage in enumerate(target.stages):
+        for index, (stage, blocks) in enumerate(zip(target.stages, kinds, strict=True)):
             placements = [self.placement(plan.stages[index]) for plan in copies]
-            for block in _kinds(builder.config, stage):
-                for precision in self._precisions(block):
-                    builder.compile_copies(compiler, block.block, precision, self.placement(stage), placements)
+            for block, precision in blocks:
+                self.programs.builder.compile_copies(compiler, block, precision, self.placement(stage), placements)
+
+    def _kinds(self, stage: StagePlan) -> list[tuple[str, str]]:
+        """Return (block, precision) for each program that blocks of a stage run in the precisions they may have.
+
+        Other blocks with this program have parameters of the same shapes.
+        """
+        signature, placement = self.programs.builder.signature, self.placement(stage)
+        kinds: dict[Program, tuple[str, str]] = {}
+        for planned in stage.blocks:
+            variants = self.resolved.variants if is_layer(planned.block) else ()
+            for precision in dict.fromkeys((planned.precision, *variants)):
+                executable = signature(planned.block, precision, placement).executable
+                kinds[executable] = planned.block, precision
+        return list(kinds.values())
 
     def _pools(self, plan: InstancePlan) -> Pools:
         """Return new pools of an instance."""
@@ -209,12 +218,3 @@ class InstanceMaker:
         )
         log = None if self.step_log is None else InstanceLog(self.step_log, core, sizes.buckets)
         return StepLoop(core, executor, self.clock, overlap=config.overlap, log=log)
-
-
-def _kinds(model: ModelConfig, stage: StagePlan) -> list[BlockPlan]:
-    """Return one block of each kind of a stage, which stands for the others."""
-    kinds = {}
-    for block in stage.blocks:
-        window = model.window(layer_index(block.block)) if is_layer(block.block) else None
-        kinds[representative(model, block.block), window] = block
-    return list(kinds.values())

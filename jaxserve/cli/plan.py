@@ -175,12 +175,15 @@ def _client(url: str, admin_key: str | None) -> "PlanClient":
 def _edit(body: dict[str, Any], wait: bool, url: str, admin_key: str | None) -> None:
     """Ask for a change of the instances, and wait for its outcome unless that is not wanted."""
     from jaxserve.cli.plan_wait import PlanWait
+    from jaxserve.control.plan_edits import INTO, PlanEdit
 
+    devices = tuple(body["devices"]) if "devices" in body else None
+    edit = PlanEdit(body["action"], tuple(body.get("instances", ())), body.get("into", INTO), devices)
     with _client(url, admin_key) as client:
         answer = client.edit_plan(body)
         typer.echo(f"accepted: from plan {answer['status']['plan_version']} on, the policy manual decides")
         if wait:
-            typer.echo(PlanWait(client, answer, typer.echo).outcome())
+            typer.echo(PlanWait(client, edit, answer, typer.echo).outcome())
 
 
 def _numbers(text: str) -> list[int]:

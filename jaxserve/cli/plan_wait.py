@@ -5,19 +5,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxserve.cli.plan_client import PlanClient, ServerRefused
+from jaxserve.control.plan_edits import PlanEdit
+from jaxserve.control.record import BY_OPERATOR
 
 INTERVAL_S = 0.2  # between two looks at the server
 MANUAL = "manual"  # the policy that carries out what operators ask for
+SEEN = 10  # decisions that are looked at
 
 Instances = Sequence[Mapping[str, Any]]
 
 
 class PlanWait:
-    """The wait for the plan that a server has accepted, `answer` of `PlanClient.edit_plan`."""
+    """The wait for a change that a server has accepted, with the `answer` of `PlanClient.edit_plan`."""
 
-    def __init__(self, client: PlanClient, answer: Mapping[str, Any], say: Callable[[str], None]):
+    def __init__(self, client: PlanClient, edit: PlanEdit, answer: Mapping[str, Any], say: Callable[[str], None]):
         """`say` is called with what the server waits for, each time when that changes."""
-        self._client, self._say, self._note = client, say, ""
+        self._client, self._edit, self._say, self._note = client, edit, say, ""
         self._wanted = _kept(answer["wanted"]["instances"])
         self._since = float(answer["status"]["time"])
 
@@ -35,7 +38,11 @@ class PlanWait:
     def _check(self, status: Mapping[str, Any]) -> None:
         if status["policy"] != MANUAL:
             raise ServerRefused(f"not done: the policy {status['policy']} decides now")
-        for decision in self._client.decisions(10):
+        decisions = self._client.decisions(SEEN)
+        asked = [decision["reason"] for decision in decisions if decision["reason"].startswith(BY_OPERATOR)]
+        if asked and not asked[-1].startswith(f"{BY_OPERATOR}{self._edit}, "):
+            raise ServerRefused(f"not done: another operator has decided otherwise ({asked[-1]})")
+        for decision in decisions:
             kind = decision["outcome"].partition(":")[0]
             if decision["time"] >= self._since and decision["policy"] == MANUAL and kind in ("failed", "rejected"):
                 raise ServerRefused(

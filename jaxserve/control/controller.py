@@ -19,7 +19,7 @@ from jaxserve.control.instance_controller import Backoff, Failures, InstanceCont
 from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
 from jaxserve.control.plan_edits import PlanEdit, PlanEditor
 from jaxserve.control.policy import Policy, ServiceView
-from jaxserve.control.record import Decision, HistorySample, sample
+from jaxserve.control.record import BY_OPERATOR, Decision, HistorySample, sample
 from jaxserve.control.regroup import has_same_instances
 from jaxserve.control.resources import Resources, validate
 from jaxserve.control.structure import RegroupActuator, StructureController
@@ -173,6 +173,7 @@ class Controller:
             self._structure.set_policy(policy, structure)
             for name, instance in self._instances.items():
                 instance.set_policy(policy, states[name] if name in states else instance.first_state(policy))
+        self._in_force.tell()  # of what may come into force under this policy
 
     def change_policy(self, now: float, policy: Policy, change: str) -> None:
         """Let an operator set another policy, and record this as a decision without transitions.
@@ -182,7 +183,7 @@ class Controller:
         self.set_policy(policy)
         with self._lock:
             version = self._in_force.version
-            self._record(Decision(now, policy.name, f"by the operator: {change}", version, version, (), "done"))
+            self._record(Decision(now, policy.name, f"{BY_OPERATOR}{change}", version, version, (), "done"))
 
     def check(self, plan: Plan) -> None:
         """Raise `PlanError` if a plan does not fit, or cannot be reached from the plan in force."""
@@ -230,7 +231,8 @@ class Controller:
                 return
         seen = {name: instance.seen for name, instance in self._instances.items()}
         room = waiting or WaitingRoom()
-        self._structure.tick(now, ServiceView(now, seen, room, longest, self._is_warm), self._instances)
+        view = ServiceView(now, seen, room, longest, self._is_warm, self._in_force.used_names)
+        self._structure.tick(now, view, self._instances)
         if now >= self._sample_due and self._turn is turn:
             self._sample_due = now + HISTORY_INTERVAL
             plan = self.plan

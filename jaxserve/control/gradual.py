@@ -3,8 +3,9 @@
     merge: the members become one instance whose layers are all apart -> its layers are joined -> its pages are joined
     split: its pages are divided -> its layers are put apart -> it becomes several instances
 
-Only the first step of a merge and the last one of a split stop instances, and they move no weights of layers and no KV.
-If anything fails, the way is gone back.
+Instances stop only where they or their pages become others, for which no weights of layers and no KV between devices
+move. A request has all of its pages on one member's side until they are joined: an instance with divided pages takes no
+longer requests than its members. If anything fails, the way is gone back.
 """
 
 from collections.abc import Iterator, Sequence
@@ -107,7 +108,7 @@ class GradualRegroup:
             finally:
                 yield from self.regrouping.release(self.ended)
             raise
-        yield BetweenStepsOf(self._join_pages, self.whole.name)
+        yield Rendezvous((self.whole.name,), self._join_pages)
 
     def split(self) -> Waits[None]:
         """Split an instance. It serves until the last rendezvous."""
@@ -118,7 +119,7 @@ class GradualRegroup:
             yield Rendezvous((self.whole.name,), self._hand_over)
         except Exception:
             yield from self._change(done[::-1], [], joint=True)
-            yield BetweenStepsOf(self._join_pages, self.whole.name)
+            yield Rendezvous((self.whole.name,), self._join_pages)
             raise
 
     # -- layers
@@ -169,6 +170,8 @@ class GradualRegroup:
             taken = [moves.take(member.core) for member in members]
             pages = DividedPool([member.core.scheduler.pages for member in members])
             whole = self.host.begin_apart(members, self.whole, self.members, pages, undo)
+            undo.callback(self._limit_requests, whole, None)
+            self._limit_requests(whole, self.members[0].tp)
             for index, states in enumerate(taken):
                 moves.give(whole.core, states, partial(joined_page, count, index), partial(own_page, count))
             self.regrouping.put_in_force(self.names, [self.whole], [whole], [])
@@ -216,6 +219,7 @@ class GradualRegroup:
             parts = pool.parted(count, min_pages=min(limits.min_pages, pages), max_pages=limits.max_pages)
             self.host.know_members(whole, self.whole, self.members)
             core.scheduler.pages = DividedPool(parts)
+            self._limit_requests(whole, self.members[0].tp)
         finally:
             divided = isinstance(core.scheduler.pages, DividedPool)
             core.attach(states, lambda page: page, now)
@@ -224,7 +228,18 @@ class GradualRegroup:
 
     def _join_pages(self) -> None:
         """Let the sequences of an instance have any pages again."""
-        scheduler = self.host.instance(self.whole.name).core.scheduler
-        limits, sides = self.regrouping.resources.limits_of(self.whole.tp), scheduler.pages.sides
+        whole = self.host.instance(self.whole.name)
+        core, limits = whole.core, self.regrouping.resources.limits_of(self.whole.tp)
+        sides = core.scheduler.pages.sides
         least = min(limits.min_pages, sum(side.num_pages for side in sides))
-        scheduler.pages = PagePool.joined(sides, min_pages=least, max_pages=limits.max_pages)
+        states = core.detach()
+        try:
+            core.scheduler.pages = PagePool.joined(sides, min_pages=least, max_pages=limits.max_pages)
+            self._limit_requests(whole, None)
+        finally:
+            core.attach(states, lambda page: page, self.regrouping.now())
+
+    def _limit_requests(self, whole: GroupedInstance, degree: int | None) -> None:
+        """Let the instance hold requests as long as one of a degree does; None: as long as its own degree does."""
+        whole.core.capacity = self.regrouping.resources.limits_of(degree or self.whole.tp).max_len
+        self.regrouping.in_force.limit_requests(self.whole.name, degree)

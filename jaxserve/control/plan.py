@@ -185,10 +185,14 @@ class PlanInForce:
         self._instances = {instance.name: instance for instance in plan.instances}
         self._names = set(self._instances)
         self._plan = plan
+        self._held_as: dict[str, int] = {}  # see `limit_requests`
         self._followers: list[Callable[[], None]] = []
 
     def follow(self, changed: Callable[[], None]) -> None:
-        """Have a function called after each change, by the thread that has made it. The function must be quick."""
+        """Have a function called after each change, by the thread that has made it. The function must be quick.
+
+        It is also called when the policy has changed, and with it which plans may come into force.
+        """
         self._followers.append(changed)
 
     @property
@@ -214,6 +218,21 @@ class PlanInForce:
         """Return the plan of an instance, whose name must be known."""
         return self._instances[name]
 
+    def limit_requests(self, name: str, degree: int | None) -> None:
+        """Let an instance hold only what one of a smaller degree holds, while its KV pages are divided; None ends that.
+
+        The instance need not be in force yet.
+        """
+        with self._lock:
+            self._held_as.pop(name, None)
+            if degree is not None:
+                self._held_as[name] = degree
+        self._tell()
+
+    def holds_as(self, name: str) -> int:
+        """Return the degree on which depends how long requests an instance holds."""
+        return self._held_as.get(name) or self._instances[name].tp
+
     def regroup(self, before: Collection[str], after: Sequence[InstancePlan]) -> int:
         """Put instances in force instead of those named `before`, as one transition. Return the new version."""
         with self._lock:
@@ -222,9 +241,10 @@ class PlanInForce:
             place = len(kept) if position is None else position
             self._instances = {instance.name: instance for instance in (*kept[:place], *after, *kept[place:])}
             self._names.update(self._instances)
+            self._held_as = {name: degree for name, degree in self._held_as.items() if name in self._instances}
             self._version += 1
             version = self._version
-        self._tell()
+        self.tell()
         return version
 
     def commit(self, instance: InstancePlan, transitions: int) -> int:
@@ -233,10 +253,11 @@ class PlanInForce:
             self._instances[instance.name] = instance
             self._version += transitions
             version = self._version
-        self._tell()
+        self.tell()
         return version
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Call all followers."""
         for changed in self._followers:
             try:
                 changed()

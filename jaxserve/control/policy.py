@@ -4,7 +4,7 @@ Every policy decides about each instance by itself. A policy that also decides w
 `StructuralPolicy`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -65,6 +65,7 @@ class ServiceView:
     waiting: WaitingRoom  # the requests that no instance can hold now
     longest: Callable[[str], int]  # name of an instance -> tokens that the longest of its sequences needs
     is_warm: Callable[[InstancePlan], bool]  # whether all programs that an instance runs are compiled
+    used_names: Collection[str] = ()  # of all instances that there have been; new ones get others
 
 
 @dataclass(frozen=True)

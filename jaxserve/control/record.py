@@ -8,6 +8,7 @@ from jaxserve.control.plan import Plan
 from jaxserve.control.resources import Resources
 from jaxserve.telemetry import Snapshot
 
+BY_OPERATOR = "by the operator: "  # how reasons of an operator's changes begin
 NEW = Snapshot()  # of an instance that has begun since snapshots were taken
 
 

@@ -15,10 +15,7 @@ from jaxserve.kvcache import PagePool
 class MovableCore(PlannedCore, Protocol):
     """What a move of requests needs of an engine core. The state of a request is opaque, except for its sequences."""
 
-    @property
-    def capacity(self) -> int:
-        """Tokens, prompt included, that the instance promises to hold of a sequence."""
-        ...
+    capacity: int  # tokens, prompt included, that the instance promises to hold of a sequence
 
     @property
     def unfinished(self) -> Mapping[str, Any]:

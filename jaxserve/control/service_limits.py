@@ -20,7 +20,7 @@ class ServiceLimits:
         plan = next((plan for plan in self._in_force.plan.instances if plan.name == name), None)
         if plan is None:
             return None
-        return Route(name, self._max_len(plan.tp), len(plan.devices), plan.draining)
+        return Route(name, self._max_len(self._in_force.holds_as(name)), len(plan.devices), plan.draining)
 
     def max_model_len(self) -> int:
         """Return the tokens of the longest request that the service can hold, perhaps under another plan."""

@@ -17,7 +17,7 @@ from jaxserve.core.structured import Matcher
 from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.engine.admission import check_request, check_room, make_sequences
 from jaxserve.engine.client import ModelInfo
-from jaxserve.engine.counters import EngineCounters
+from jaxserve.engine.counters import EngineCounters, observe_end
 from jaxserve.engine.logprobs import take_logprobs, take_prompt_logprobs
 from jaxserve.engine.matchers import accepts, no_token
 from jaxserve.engine.outputs import RequestState
@@ -81,7 +81,7 @@ class EngineCore:
         self.salt = salt
         self.index = index
         self.capacity = info.max_model_len if capacity is None else capacity
-        self._trace = trace
+        self.trace = trace
         self._counters = EngineCounters(scheduler, self.metrics, plan_fields, StepTimes(loads, cost))
         self.metrics.follow(self.report)
         self._caching = scheduler.pages.caching
@@ -446,10 +446,18 @@ class EngineCore:
         return state.take(sequences)
 
     def _end(self, state: RequestState, reason: FinishReason, now: float) -> None:
+        self._counters.ended(state)
+        self.report_end(state, reason, now)
+
+    def report_end(self, state: RequestState, reason: FinishReason, now: float) -> None:
+        """Put the end of a request into the metrics and the trace, also of one that is in no core.
+
+        Such a request may have no sequences yet. Call from any thread.
+        """
         state.finished_at = now
-        self._counters.ended(state, reason, now)
-        if self._trace is not None:
-            self._trace(state.ended(reason, now))
+        observe_end(self.metrics, state, reason, now)
+        if self.trace is not None:
+            self.trace(state.ended(reason, now))
 
     def _take_snapshot(self, now: float) -> None:
         self._counters.take(now)

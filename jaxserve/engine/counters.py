@@ -106,31 +106,37 @@ class EngineCounters:
         self._gaps += count * running
         self._gap_seconds += gap_seconds
 
-    def ended(self, state: RequestState, reason: FinishReason, now: float) -> None:
+    def ended(self, state: RequestState) -> None:
         """Count the end of a request."""
-        first = state.sequences[0]
-        lengths = [s.num_generated for s in state.sequences]
         self._finished += len(state.sequences)
-        tpot = queue = prefill = decode = None
+
+
+def observe_end(metrics: InstanceMetrics, state: RequestState, reason: FinishReason, now: float) -> None:
+    """Record the end of a request in the metrics. It has no sequences if no core has ever had it."""
+    request, lengths = state.request, [s.num_generated for s in state.sequences]
+    tpot = queue = prefill = decode = computed = None
+    if state.sequences:
+        first = state.sequences[0]
         if first.first_token is not None and first.last_token is not None:
             decode = first.last_token - first.first_token
             tpot = decode / (first.num_generated - 1) if first.num_generated > 1 else None
         if first.first_token is not None and first.first_scheduled is not None:
             prefill = first.first_token - first.first_scheduled
         if first.first_scheduled is not None:
-            queue = first.first_scheduled - state.request.arrival
-        has_prompt = first.first_token is not None or first.embedding is not None
-        self._metrics.finished(
-            reason,
-            e2e=now - state.request.arrival,
-            queue=queue,
-            prompt_tokens=first.num_prompt,
-            generated=sum(lengths),
-            tpot=tpot,
-            prefill=prefill,
-            decode=decode,
-            computed=first.num_prompt - first.num_cached if has_prompt else None,
-            longest=max(lengths),
-            n=len(lengths),
-            max_tokens=None if state.request.embed else state.request.params.max_tokens,
-        )
+            queue = first.first_scheduled - request.arrival
+        if first.first_token is not None or first.embedding is not None:
+            computed = first.num_prompt - first.num_cached
+    metrics.finished(
+        reason,
+        e2e=now - request.arrival,
+        queue=queue,
+        prompt_tokens=len(request.prompt_token_ids),
+        generated=sum(lengths),
+        tpot=tpot,
+        prefill=prefill,
+        decode=decode,
+        computed=computed,
+        longest=max(lengths, default=0),
+        n=request.params.n,
+        max_tokens=None if request.embed else request.params.max_tokens,
+    )

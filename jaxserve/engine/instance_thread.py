@@ -12,6 +12,7 @@ from typing import Protocol
 from jaxserve.core.errors import EngineFailed, EngineForked, EngineStopped
 from jaxserve.core.request import RequestOutput
 from jaxserve.engine.directory import Directory, Entry
+from jaxserve.engine.instances import report_end
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState
 
@@ -232,6 +233,8 @@ class InstanceThread:
         error = self.end_error() if self._stopping or self.failure is not None else self._accept(entry)
         if error is not None:
             self._directory.end(entry)
+            if entry.accepted:
+                report_end(self.steps.core, entry, error, self.steps.clock.now())
             fail(entry, error)
 
     def _accept(self, entry: StreamEntry) -> BaseException | None:

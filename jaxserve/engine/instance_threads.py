@@ -9,7 +9,7 @@ from jaxserve.core.errors import EngineFailed, EngineStopped
 from jaxserve.core.request import Request, RequestOutput
 from jaxserve.engine.directory import Directory
 from jaxserve.engine.instance_thread import InstanceThread, Stop, Stream, StreamEntry, fail
-from jaxserve.engine.instances import STALL_SECONDS, EndedInstances, lost_request
+from jaxserve.engine.instances import STALL_SECONDS, EndedInstances, lost_request, report_end
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState
 from jaxserve.telemetry import Snapshot, combine
@@ -89,6 +89,7 @@ class InstanceThreads:
             entry.aborted = True
             if entry.instance is None:
                 self._directory.end(entry)
+                self._report_end(entry, None)
             else:
                 self._threads[entry.instance].abort(entry)
 
@@ -194,7 +195,12 @@ class InstanceThreads:
 
     def _end(self, entry: StreamEntry, item: RequestOutput | BaseException) -> None:
         self._directory.end(entry)
+        self._report_end(entry, item)
         if isinstance(item, BaseException):
             fail(entry, item)
         else:
             entry.owner.put(item)
+
+    def _report_end(self, entry: StreamEntry, item: RequestOutput | BaseException | None) -> None:
+        core = next(iter(self._threads.values())).steps.core
+        report_end(core, entry, item, self._clock.now())

@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from jaxserve.core.errors import EngineFailed
-from jaxserve.core.request import Request
+from jaxserve.core.errors import EngineFailed, EngineStopped
+from jaxserve.core.request import FinishReason, Request, RequestOutput
 from jaxserve.engine.core import EngineCore
+from jaxserve.engine.directory import Entry
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState
 from jaxserve.telemetry import Snapshot, WaitingRoom, combine
@@ -65,6 +66,19 @@ class InstanceSet(Protocol):
 def lost_request(request: Request) -> EngineFailed:
     """Return the error of a request that a change of the instances has lost."""
     return EngineFailed(f"request {request.id} was lost when its instance ended")
+
+
+def report_end(core: EngineCore, entry: Entry[Any], item: RequestOutput | BaseException | None, now: float) -> None:
+    """Report the end of a request that is in no core, by means of any core.
+
+    It ends with its last output, with an error, or with None if its client has given it up.
+    """
+    state = entry.state or RequestState(entry.request, [])
+    if isinstance(item, RequestOutput):
+        reason = state.sequences[0].finish_reason or FinishReason.STOP
+    else:
+        reason = FinishReason.ABORT if item is None or isinstance(item, EngineStopped) else FinishReason.ERROR
+    core.report_end(state, reason, now)
 
 
 class HasCore(Protocol):

@@ -37,7 +37,7 @@ def context_length(info: ModelInfo) -> str:
     """Return the sentence by which clients recognise a prompt that is too long for the model."""
     text = f"This model's maximum context length is {info.max_model_len} tokens (max_model_len)."
     if info.merged_len is not None and info.merged_len > info.max_model_len:
-        text += f" Instances could be merged to hold {info.merged_len} tokens (policy tp_transform)."
+        text += f" With enough instances, the policy tp_transform merges some to hold {info.merged_len} tokens."
     if info.instance_len is None or info.instance_len >= info.max_model_len:
         return text
     return f"{text} Its instances can hold {info.instance_len} tokens now, and that many after a change of the plan."

@@ -23,7 +23,7 @@ class RequestState:
     """A request in flight: its sequences, and how much of each has been returned in outputs."""
 
     request: Request
-    sequences: list[Sequence]
+    sequences: list[Sequence]  # none before a core has it
     returned_tokens: list[int] = field(default_factory=list)  # by sequence
     returned_characters: list[int] = field(default_factory=list)  # by sequence
     returned_prompt: bool = False  # the log-probabilities of the prompt
@@ -85,9 +85,10 @@ class RequestState:
             times=self.metrics,
             now=now,
             reason=reason,
-            reasons=[(s.finish_reason or reason).value for s in self.sequences],
+            reasons=[(s.finish_reason or reason).value for s in self.sequences]
+            or [reason.value] * self.request.params.n,
             output_tokens=sum(s.num_generated for s in self.sequences),
-            cached_tokens=self.sequences[0].num_cached,
+            cached_tokens=self.sequences[0].num_cached if self.sequences else 0,
         )
 
     def _take_sequence(self, sequence: Sequence) -> CompletionOutput:

@@ -13,7 +13,7 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.structured import GrammarCompiler
 from jaxserve.engine.client import ModelInfo, Prompt, TextPrompt
 from jaxserve.engine.directory import Directory, Entry, RouteOf
-from jaxserve.engine.instances import STALL_SECONDS, EndedInstances, lost_request
+from jaxserve.engine.instances import STALL_SECONDS, EndedInstances, lost_request, report_end
 from jaxserve.engine.limits import grammar_of
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState, failed_output
@@ -113,6 +113,8 @@ class SyncEngine:
             self._outputs = [output for output in self._outputs if output.request_id != request_id]
             entry = self._directory.get(request_id)
             if entry is not None:
+                if entry.instance is None:
+                    self._report_end(entry, None)
                 self._directory.end(entry)
             for steps in self._loops.values():
                 if request_id in steps.core.request_ids:
@@ -240,7 +242,12 @@ class SyncEngine:
 
     def _end(self, entry: Entry[None], item: RequestOutput | JaxserveError) -> None:
         self._directory.end(entry)
+        self._report_end(entry, item)
         self._outputs.append(item if isinstance(item, RequestOutput) else failed_output(entry.request, item))
+
+    def _report_end(self, entry: Entry[None], item: RequestOutput | JaxserveError | None) -> None:
+        core = next(iter(self._loops.values())).core
+        report_end(core, entry, item, self._clock.now())
 
     def _run_calls(self) -> None:
         """Run the functions that wait to run between two steps, unless a step is in progress.

@@ -57,6 +57,7 @@ class LoadedBlock:
     placement: Placement
     precision: str
     reference: Reference  # to the parameters, which the leaves are
+    apart: bool = False  # whether the members of a merged instance run it, each for its own rows
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +131,8 @@ class BlockBuilder:
         axes = [variable.axes for name, variable in variables.items() for _ in jax.tree.leaves(parameters[name])]
         leaves = tuple(map(place.join, zip(*(member.leaves for member in members), strict=True), axes))
         executable = self._executable(first.block, parameters, place, first.precision)
-        return LoadedBlock(first.block, executable, leaves, place.placement, first.precision, Reference(parameters))
+        reference = Reference(parameters)
+        return LoadedBlock(first.block, executable, leaves, place.placement, first.precision, reference, apart=True)
 
     def build(self, block: str, precision: str, placement: Placement, reference: Reference) -> LoadedBlock:
         """Return a block that runs on parameters of its devices. In a quantised precision some are QArrays.

@@ -284,7 +284,7 @@ class BlockExecutor:
         self, index: int, stage: Stage, shape: StepShape, packed: np.ndarray, carried: Array
     ) -> tuple[Array, tuple[Array, ...]]:
         """Return (x, results of the head) of a stage, fused if that is ready. `carried`: see `StageProgram`."""
-        if self._fused is not None:
+        if self._fused is not None and not any(loaded.apart for loaded in stage.layers):  # they are soon replaced
             key = StageKey(index, shape, stage.executables, self.pools.segments)
             fused = self._fused.find(key) or self._fused.seek(key, partial(self._outline, stage, shape))
             if fused is not None:

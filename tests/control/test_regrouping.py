@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from jaxserve.core.errors import PlanError
 from jaxserve.engine import sync_engine
 from tests.engine.test_moves import requests_of, result_of, unmoved
-from tests.support.paged_host import DEVICES, LAYERS, MAX_TP, Broken, PagedService
+from tests.support.paged_host import DEVICES, LAYERS, LENGTHS, MAX_TP, Broken, PagedService
 
 EXAMPLES = int(os.environ.get("REGROUP_EXAMPLES", "40"))
 REGROUPS = 25  # attempts in each history
@@ -149,3 +149,29 @@ def test_histories_have_all_kinds_of_regroups_and_faults() -> None:
         failed += history.failed
     assert {"2 -> 1", "4 -> 1", "1 -> 2", "1 -> 4", "0 -> 1", "1 -> 0"} <= kinds.keys()
     assert sum(failed[fault] for fault in FAULTS) > 5
+
+
+def test_an_instance_holds_no_longer_requests_than_its_members_while_its_pages_are_divided() -> None:
+    """A request that needs a whole instance waits in front of it, and does not keep others from their pages."""
+    service, longest = PagedService(), list[int]()
+    one, two = LENGTHS[1], LENGTHS[2]
+
+    def note(action: str) -> None:
+        if action == "change layers":
+            longest.append(service.engine.info.instance_len)
+
+    def fail_late(action: str) -> None:
+        note(action)
+        if action == "split":
+            raise Broken(action)
+
+    service.host.before = note
+    service.change(service.merged([plan.name for plan in service.plan.instances[:2]]), gradual=True)
+    assert (set(longest), service.engine.info.instance_len) == ({one}, two)
+
+    (whole,) = [plan.name for plan in service.plan.instances if plan.tp == 2]
+    service.host.before = fail_late
+    with pytest.raises(Broken):
+        service.change(service.split(whole, 2), gradual=True)
+    assert (set(longest), service.engine.info.instance_len) == ({one}, two), "its pages are joined again at last"
+    assert service.host.instance(whole).core.capacity == two

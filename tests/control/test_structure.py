@@ -192,6 +192,13 @@ def test_a_policy_may_change_its_mind_while_programs_are_compiled() -> None:
     assert service.instances == FOUR.instances[:3]
 
 
+def test_followers_of_the_plan_learn_of_another_policy_too() -> None:
+    service, policies = Service(ManualPolicy()), []
+    service.in_force.follow(lambda: policies.append(service.controller.policy.name))
+    service.controller.set_policy(StaticPolicy())
+    assert policies == ["static"]
+
+
 def test_instances_are_added_and_removed() -> None:
     service = Service(ManualPolicy(Plan(1, FOUR.instances[:2])))
     service.run(1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from jaxserve.control.plan import Plan
+from jaxserve.control.plan_edits import PlanEdit, PlanEditor
 from jaxserve.control.policies.tp_transform import TransformPolicy, TransformSettings, TransformState
 from jaxserve.control.policy import PlanProposal, ServiceView
 from jaxserve.control.regroup import structural_change
@@ -41,6 +42,7 @@ class Policed:
     def __post_init__(self) -> None:
         self.policy = TransformPolicy(RESOURCES, self.settings)
         self.state: TransformState = self.policy.first_structure(self.plan)
+        self.used_names = {plan.name for plan in START.instances}
 
     def ask(self, need: int = 0, *, after: float = 0.1) -> PlanProposal[TransformState]:
         """Ask the policy some seconds later, while a request of `need` tokens waits, and adopt its proposal."""
@@ -51,11 +53,13 @@ class Policed:
             WaitingRoom(count=int(need > 0), longest=need),
             lambda name: self.longest.get(name, 0),
             lambda plan: plan.stages[0].devices not in self.cold,
+            self.used_names,
         )
         proposal = self.policy.restructure(view, self.plan, self.state)
         structural_change(self.plan, proposal.plan, RESOURCES)
         validate(proposal.plan, RESOURCES)
         self.plan, self.state = proposal.plan, proposal.state
+        self.used_names |= {plan.name for plan in self.plan.instances}
         return proposal
 
     def _snapshot(self, name: str, pages: int) -> Snapshot:
@@ -112,6 +116,36 @@ def test_uneven_degrees_merge_step_by_step() -> None:
     policed.ask(FOR_FOUR)
     assert policed.degrees == [4, 1, 1, 1, 1]
     assert policed.devices(policed.plan.instances[0].name) == (0, 2, 1, 3), "as if all had merged at once"
+
+
+def without(*names: str) -> Policed:
+    """Return a policy after operators have removed instances."""
+    policed = Policed()
+    policed.plan = replace(START, instances=tuple(plan for plan in START.instances if plan.name not in names))
+    return policed
+
+
+def test_others_than_buddies_merge_if_operators_have_removed_one_of_each_pair() -> None:
+    policed = without("1", "3", "4", "6")
+    policed.ask(FOR_TWO)
+    assert policed.devices("8") == (0, 2)
+    policed.ask(FOR_FOUR)
+    policed.ask(FOR_FOUR)
+    assert policed.degrees == [4]
+
+
+def test_instances_that_operators_have_merged_across_pairs_merge_further() -> None:
+    policed = without("4", "5", "6", "7")
+    policed.plan = PlanEditor(START, RESOURCES).edited(policed.plan, PlanEdit("merge", ("0", "2")))
+    for _ in range(2):
+        policed.ask(FOR_FOUR)
+    assert policed.degrees == [4]
+
+
+def test_a_request_that_the_instances_left_cannot_hold_together_merges_none() -> None:
+    policed = without("1", "3", "4", "5", "6", "7")
+    assert policed.ask(FOR_FOUR).reason.endswith("more than the instances that are left could hold together")
+    assert policed.degrees == [1, 1]
 
 
 def test_an_instance_that_can_hold_the_request_is_not_merged_further() -> None:

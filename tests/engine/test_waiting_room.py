@@ -166,6 +166,50 @@ def test_waiting_request_can_be_given_up() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "end", "reason"),
+    [
+        (60, 20, "given up", "abort"),
+        (10, None, "given up", "abort"),
+        (60, 20, "another plan", "error"),
+        (10, None, "another plan", "length"),
+        (60, 20, "shutdown", "abort"),
+    ],
+)
+def test_end_of_a_waiting_request_is_counted_and_traced(
+    prompt: int, max_tokens: int | None, end: str, reason: str
+) -> None:
+    """Whether the request has been on an instance before or not."""
+
+    async def main() -> None:
+        service, traced = Service(), []
+        service.loops["0"].core.trace = traced.append
+        async with service.running() as engine:
+            waiting = asyncio.create_task(service.ask(prompt, max_tokens))
+            await service.waiting(1)
+            if end == "given up":
+                waiting.cancel()
+            elif end == "another plan":
+                service.best = SMALL
+                engine.reroute()
+            else:
+                await engine.shutdown()
+            await asyncio.gather(waiting, return_exceptions=True)
+            assert ended_requests(service.metrics) == {reason: 1}
+            (request,) = traced
+            generated = 0 if max_tokens else SMALL - prompt
+            assert (request.reason, request.reasons, request.output_tokens) == (reason, [reason], generated)
+
+    asyncio.run(main())
+
+
+def ended_requests(metrics: EngineMetrics) -> dict[str, float]:
+    """Return the number of requests that have ended, by reason."""
+    families = text_string_to_metric_families(metrics.render().decode())
+    samples = [sample for family in families if family.name == "jaxserve_request_success" for sample in family.samples]
+    return {sample.labels["finished_reason"]: sample.value for sample in samples if sample.value}
+
+
 def test_duplicate_id_of_a_waiting_request_is_refused() -> None:
     async def main() -> None:
         service = Service()
@@ -397,6 +441,7 @@ def test_caller_that_steps_can_abort_a_waiting_request() -> None:
     engine = sync_engine(service)
     engine.abort(engine.add(TokensPrompt(tuple(range(60))), SamplingParams(max_tokens=20)))
     assert engine.idle
+    assert ended_requests(service.metrics) == {"abort": 1}
     assert_no_record_left(engine)
 
 

@@ -1,8 +1,9 @@
 """Instances of equal kind share compiled programs, and placements are warmed before any instance uses them."""
 
+from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from jaxserve.build import BuiltEngine, build
 from jaxserve.compilation.programs import Program
 from jaxserve.control import InstancePlan
+from jaxserve.control.regroup import merged_plan
+from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import EngineConfig
 from jaxserve.executor import warm_placements
+from jaxserve.executor.apart import ApartPlacement
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.warmup import warm_variants
 from tests.support.internals import run_on_padding
@@ -31,6 +35,18 @@ def make(built: BuiltEngine, plan: InstancePlan) -> BlockExecutor:
     executor.warm()
     warm_variants(executor, built.resolved.padded_model, plan, built.resolved.variants)
     return executor
+
+
+class Told:
+    """A compiler that compiles nothing, and knows what programs it was told."""
+
+    def __init__(self) -> None:
+        self.programs: set[Program] = set()
+
+    def compile(self, program: Program, key: Hashable, *arguments: Any, static: tuple = ()) -> Any:
+        """Take note of a program, and return its abstract results."""
+        self.programs.add(program)
+        return jax.eval_shape(lambda *arrays: program.function(*arrays, *static), *arguments)
 
 
 @pytest.fixture
@@ -133,4 +149,19 @@ def test_what_failed_is_tried_again(tiny_model: Path, monkeypatch: pytest.Monkey
     assert not built.warm.is_or_becomes_warm(other)
     built.warm.wait()
     assert built.warm.is_warm(other), "it is tried again after a while"
+    built.close()
+
+
+def test_merges_are_warm_for_the_precisions_that_layers_start_with(tiny_model: Path) -> None:
+    """No layer may change its precision, so that there are no variants, and layers of one kind have several."""
+    options = {"dp": 2, "max_tp": 2, "policy": "tp_transform", "layer_precision": "0:int8,1:int4", "warmup": False}
+    built = build(EngineConfig(model=tiny_model, **OPTIONS | options))
+    whole = merged_plan(built.resolved.plan.instances, "merged")
+    (stage,) = whole.stages
+    place, builder = ApartPlacement(built.maker.placement(stage), 2), built.maker.programs.builder
+    told = Told()
+    built.maker.compile_moves(whole, told)
+    for block in stage.blocks:
+        if is_layer(block.block):
+            assert builder.apart_signature(block.block, block.precision, place).executable in told.programs
     built.close()

@@ -11,6 +11,7 @@ from jaxserve.kernels import AttentionMeta, kv_pool, kv_write, native, paged_att
 from jaxserve.kernels.native.build import compiler
 from tests.kernels.problems import Shape, dense_answer, in_segments, make_problem
 from tests.support.internals import native_library_path
+from tests.support.thorough import some
 
 SHAPES = {
     "gqa": Shape(),
@@ -62,6 +63,7 @@ SCALE = 0.3  # sharper than 1 / sqrt(D), so that a wrong maximum or mask shows
 NATIVE_SHAPES = {
     name: shape for name, shape in SHAPES.items() if shape.dtype != "float16"
 }  # float16 has no native path
+some_shapes = pytest.mark.parametrize("shape", [pytest.param(SHAPES[name], id=name) for name in some(SHAPES, 15)])
 TOLERANCE = {"float32": 3e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
 
@@ -80,12 +82,12 @@ def check(attention, shape, seeds=(0, 1)):
         np.testing.assert_allclose(np.asarray(out).astype(np.float32), answer, atol=TOLERANCE[shape.dtype], rtol=0)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@some_shapes
 def test_reference_attention_equals_dense_attention(shape):
     check(reference.paged_attention, shape)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@some_shapes
 def test_xla_attention_equals_dense_attention(shape):
     check(xla_cpu.paged_attention, shape)
 

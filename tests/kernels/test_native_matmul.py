@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product as product_of
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxserve.kernels import DeferredNorm, DeferredSwiGLU, matmul
 from jaxserve.kernels.native import library, matmul as native
 from jaxserve.quantization import QArray
 from jaxserve.quantization.rounding import quantize
+from tests.support.thorough import some
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 DEQUANTIZE = jax.jit(QArray.dequantize, static_argnums=1)
@@ -208,8 +210,7 @@ def test_native_product_skips_padding_rows(bits: int, left: str) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("left", ["plain", "normed", "gated"])
-@pytest.mark.parametrize("bits", [16, 8, 4, 3])
-@pytest.mark.parametrize("rows", [1, 3, 17, 70])
+@pytest.mark.parametrize(("rows", "bits"), some(product_of([1, 3, 17, 70], [16, 8, 4, 3]), 5))
 def test_native_product_adds_the_residual_after_rounding(rows: int, bits: int, left: str, dtype: jnp.dtype) -> None:
     x, w = operands(rows + 9, 301, 384, bits)
     x = x.at[:4].set(0).at[-5:].set(0)  # padding: what is added to nothing stays

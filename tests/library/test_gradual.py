@@ -1,11 +1,15 @@
 """Merges and splits that go layer by layer: what a fault leaves, and how long they stop instances."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.library.test_merge import DENSE, GREEDY, prompt_of, written
+from jaxserve.executor.fused import FusedTier
+from tests.library.test_merge import DENSE, GREEDY, answers, check_same, prompt_of, written
+from tests.support.internals import fused_keys, fused_tier_of
 from tests.support.regrouped import Regrouped
 
 
@@ -88,3 +92,33 @@ def test_requests_arrive_and_end_while_layers_change(engine: Regrouped) -> None:
             assert answers_of(engine, regroup) == expected
     assert len(asked) >= 2
     assert [engine.answers.pop(name).outputs[0].token_ids for name in asked] == late[: len(asked)]
+
+
+def test_steps_are_not_fused_before_all_layers_are_joint(engine: Regrouped, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are apart have pools of another sharding."""
+    host, patience = engine.built.host, 2
+    fused: list[Any] = []  # before each change of layers
+    assert host is not None
+    change, new_tier = host.change_layers, partial(FusedTier, engine.built.compilations, patience=patience)
+    monkeypatch.setattr(engine.built.maker, "fused_tier", new_tier)
+
+    def change_after_steps(instance: Any, loaded: Any) -> Any:
+        tier = fused_tier_of(instance.executor)
+        for _ in range(patience):
+            engine.step()
+        tier.wait()
+        engine.step()
+        fused.append(fused_keys(tier))
+        return change(instance, loaded)
+
+    monkeypatch.setattr(host, "change_layers", change_after_steps)
+    params = replace(GREEDY, max_tokens=12)
+    expected, found = (
+        answers(engine, lambda e: [e.add(prompt_of(1, 20), params)], changes)
+        for changes in ((), [lambda e: e.merge(*e.names)])
+    )
+    check_same(found, expected)
+    monkeypatch.setattr(host, "change_layers", change)
+    engine.split(engine.names[0])
+    assert fused
+    assert not any(fused)

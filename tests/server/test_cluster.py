@@ -143,5 +143,5 @@ def test_without_the_policy_a_long_prompt_is_refused_with_both_limits(server):
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert f"maximum context length is {ONE} tokens" in error["message"]
-    assert "Instances could be merged to hold" in error["message"]
+    assert "the policy tp_transform merges some to hold" in error["message"]
     assert error["value"] == len(LONG)

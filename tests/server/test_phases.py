@@ -23,6 +23,7 @@ from jaxserve.control.plan import Plan
 from jaxserve.control.plan_yaml import from_yaml, to_yaml
 from jaxserve.engine.step_log import read_log
 from tests.server.process import PATIENCE, ServerProcess, server_process
+from tests.support.thorough import some
 
 PHASES = {  # phase: (change, method called in the middle of the phase)
     "copying": ("swap back", "jaxserve.actuator.throttle:Throttle.copied"),
@@ -153,7 +154,7 @@ def check_log(arguments: list[str]) -> list[str | None]:
     return [answer.reason for answer in recording.answers.values()]
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", some(PHASES, 3))
 def test_restart_after_kill_in_a_phase_works_and_sigterm_lets_requests_end(
     arguments: list[str], answer: str, tmp_path: Path, phase: str
 ) -> None:

@@ -116,6 +116,15 @@ def test_plan_change_ends_when_another_policy_decides(run, control):
     assert "not done: the policy static decides now" in done.stderr
 
 
+def test_plan_change_ends_when_another_operator_has_asked_for_another_plan(run, control):
+    control.plan_dict = lambda: {"version": 1, "instances": []}
+    decision, reasons = control.decisions(1)[0], ["drain 0, policy morph -> manual", "drain 1, policy manual -> manual"]
+    control.decisions = lambda limit: [decision | {"reason": f"by the operator: {reason}"} for reason in reasons]
+    done = run("drain", "0")
+    assert done.exit_code == 1
+    assert "not done: another operator has decided otherwise (by the operator: drain 1" in done.stderr
+
+
 def test_plan_change_need_not_be_waited_for(run, control):
     control.plan_dict = lambda: {"version": 1, "instances": []}
     assert run("drain", "0", "--no-wait").exit_code == 0

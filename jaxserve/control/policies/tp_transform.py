@@ -41,7 +41,6 @@ class TransformState:
 
     start: Plan
     needed: Mapping[str, float] = field(default_factory=dict)  # name of a merged instance -> time (s)
-    names: tuple[str, ...] = ()  # names that were given last
 
 
 class TransformPolicy:
@@ -113,20 +112,37 @@ class TransformPolicy:
         degrees = [degree for degree in self._groups(state) if self._max_len(degree) >= need]
         if not degrees:
             return PlanProposal(plan, state, f"{words}, more than any instance could hold")
-        candidates = [
-            members
-            for devices in self._groups(state)[min(degrees)]
-            if (members := self._members(plan, devices)) is not None
-        ]
-        candidates.sort(key=lambda members: sum(self._load(view, member) for member in members))
+        candidates = self._candidates(view, plan, state, min(degrees))
+        if not candidates:
+            return PlanProposal(plan, state, f"{words}, more than the instances that are left could hold together")
         for members in candidates:
-            *members, whole = self._merged(plan, state, members, min(degrees))
+            *members, whole = self._merged(view, plan, state, members)
             if view.is_warm(whole):
                 names = " and ".join(member.name for member in members)
                 reason = f"{words}, which instances {names} can hold together"
                 changed = with_instances(plan, members, (whole,))
-                return PlanProposal(changed, replace(state, names=(whole.name,)), reason)
+                return PlanProposal(changed, state, reason)
         return PlanProposal(plan, state, f"{words}: the programs to hold it are still being compiled")
+
+    def _candidates(
+        self, view: ServiceView, plan: Plan, state: TransformState, degree: int
+    ) -> list[Sequence[InstancePlan]]:
+        """Return the instances that can become one of a degree, the least loaded first.
+
+        Others than buddies merge only where operators have left no buddies together.
+        """
+        groups = [self._members(plan, devices) for devices in self._groups(state)[degree]]
+        buddies: list[Sequence[InstancePlan]] = [members for members in groups if members is not None]
+        if buddies:
+            return sorted(buddies, key=lambda members: sum(self._load(view, member) for member in members))
+        if sum(instance.tp for instance in plan.instances) < degree:
+            return []
+        for tp in sorted({instance.tp for instance in plan.instances if instance.tp < degree}, reverse=True):
+            alike = [instance for instance in plan.instances if instance.tp == tp and len(instance.stages) == 1]
+            if len(alike) > 1:
+                alike.sort(key=lambda instance: self._load(view, instance))
+                return [alike[: degree // tp] if len(alike) >= degree // tp else alike[:2]]
+        return []
 
     def _groups(self, state: TransformState) -> Mapping[int, Sequence[tuple[int, ...]]]:
         return buddy_groups(state.start, self._resources.max_tp)
@@ -140,21 +156,21 @@ class TransformPolicy:
         return members if {device for member in members for device in member.devices} == group else None
 
     def _merged(
-        self, plan: Plan, state: TransformState, members: Sequence[InstancePlan], degree: int
+        self, view: ServiceView, plan: Plan, state: TransformState, members: Sequence[InstancePlan]
     ) -> tuple[InstancePlan, ...]:
-        """Return instances that merge next so that `members` can become one of a degree, and what they become.
+        """Return instances that merge next so that `members` can become one, and what they become.
 
         Members of unequal degrees merge in several steps, beginning with the smallest.
         """
-        smallest = min(member.tp for member in members)
-        if any(member.tp != smallest for member in members):
-            degree = 2 * smallest
-        for devices in self._groups(state)[degree]:
-            own = [member for member in members if member.devices <= set(devices) and member.tp == smallest]
-            if len(own) * smallest == degree:
-                break
-        own = in_buddy_order(own, devices)
-        (name,) = new_names(plan, 1, state.names)
+        groups, smallest = self._groups(state), min(member.tp for member in members)
+        own = [member for member in members if member.tp == smallest]
+        if len(own) < len(members):
+            pairs = ([member for member in own if member.devices <= set(group)] for group in groups[2 * smallest])
+            own = next((pair for pair in pairs if len(pair) == 2), own[:2])
+        devices = {device for member in own for device in member.devices}
+        order = next((group for group in groups[len(devices)] if set(group) == devices), sorted(devices))
+        own = in_buddy_order(own, order)
+        (name,) = new_names(plan, 1, view.used_names)
         return (*own, merged(own, name, self._resources))
 
     def _max_len(self, degree: int) -> int:
@@ -182,7 +198,7 @@ class TransformPolicy:
             reason = f"instance {instance.name} has had no long request for {quiet:.1f} s and drains"
             return PlanProposal(plan.with_instance(instance.with_draining(True)), state, reason)
         count = self._parts(instance, state, view.longest(instance.name))
-        names = new_names(plan, count, state.names)
+        names = new_names(plan, count, view.used_names)
         members = parts(instance, names, state.start, self._resources)
         seen, usage = _seen(view, instance), self._usage(view, instance, members)
         if usage > self.settings.release_usage or seen.num_waiting:
@@ -190,7 +206,7 @@ class TransformPolicy:
             reason = f"instance {instance.name} uses {usage:.0%} of its parts' KV"
             return PlanProposal(plan, state, f"{reason}, splits at {self.settings.release_usage:.0%}{waiting}")
         reason = f"no long request is left, and instance {instance.name} uses {usage:.0%} of its parts' KV"
-        return PlanProposal(with_instances(plan, (instance,), members), replace(state, names=names), reason)
+        return PlanProposal(with_instances(plan, (instance,), members), state, reason)
 
     def _usage(self, view: ServiceView, instance: InstancePlan, parts: Sequence[InstancePlan]) -> float:
         """Return the share of the parts' KV pages that an instance will use, if its usage goes on as it does now.
