@@ -19,7 +19,7 @@ from jaxserve.control.plan import InstancePlan
 from jaxserve.control.request_moves import GroupedInstance, RequestMoves
 from jaxserve.control.transitions import BetweenStepsOf, Rendezvous, StepsEnded, Waits
 from jaxserve.core.block_names import is_layer
-from jaxserve.kvcache import DividedPool, PagePool, joined_page, own_page
+from jaxserve.kvcache import DividedPool, JoinedIds, PagePool
 from jaxserve.scheduler.partition import SideLimits, partition
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class GradualRegroup:
 
     def _begin(self) -> None:
         """Let members become one instance, whose layers they run apart."""
-        members, count = list(map(self.host.instance, self.names)), len(self.members)
+        members, ids = list(map(self.host.instance, self.names)), JoinedIds.of_equal(len(self.members))
         with ExitStack() as undo:
             moves = RequestMoves(undo, self.regrouping.now())
             taken = [moves.take(member.core) for member in members]
@@ -173,7 +173,7 @@ class GradualRegroup:
             undo.callback(self._limit_requests, whole, None)
             self._limit_requests(whole, self.members[0].tp)
             for index, states in enumerate(taken):
-                moves.give(whole.core, states, partial(joined_page, count, index), partial(own_page, count))
+                moves.give(whole.core, states, partial(ids.joined, index), partial(ids.own, index))
             self.regrouping.put_in_force(self.names, [self.whole], [whole], [])
             undo.pop_all()
         self.ended.extend(members)
@@ -195,7 +195,7 @@ class GradualRegroup:
             parts = list(self.host.end_apart(whole, self.members, pages.sides, undo))
             for index, part in enumerate(parts):
                 own = [state for state in states if index in held[state.request.id]]
-                moves.give(part.core, own, partial(own_page, count), partial(joined_page, count, index))
+                moves.give(part.core, own, partial(ids.own, index), partial(ids.joined, index))
             for state in again:
                 moves.give(min(parts, key=lambda part: len(part.core.unfinished)).core, [state], None)
             self.regrouping.put_in_force([self.whole.name], self.members, parts, [])

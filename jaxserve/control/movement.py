@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from jaxserve.control.lane_moves import lane_moves, reverse
 from jaxserve.control.plan import InstancePlan, StagePlan
 from jaxserve.control.regroup import Kind, kind_of
 from jaxserve.control.resources import Resources
@@ -34,6 +35,7 @@ class Movement:
     peak: Mapping[int, int] = field(default_factory=dict)  # device -> most bytes beside the larger of both sides
     calls: int = 0  # programs that run one after the other
     weights_first: bool = True  # weights move before KV; with a split the other way round
+    in_place: bool = False  # weights that stay are not copied
 
     @property
     def bytes_by_link(self) -> int:
@@ -44,7 +46,7 @@ class Movement:
         """Estimate how long the regroup takes at the rates of `resources`.
 
         All devices work at once. On each of them, copies from other devices, from the host and within its memory follow
-        one another. Weights that stay are copied too, because a part of an array becomes an array of its own.
+        one another. If weights are cut or joined, those that stay are copied too.
         """
         into, out = Counter[int](), Counter[int]()
         for (source, target), size in self.links.items():
@@ -52,8 +54,9 @@ class Movement:
             into[target] += size
         by_link = max([*into.values(), *out.values(), 0]) / resources.link_rate
         from_host = max(self.host.values(), default=0) / resources.copy_rate
-        devices = {**self.kept, **self.exchanged}
-        within = max((self.kept.get(d, 0) + self.exchanged.get(d, 0) for d in devices), default=0)
+        kept: Mapping[int, int] = {} if self.in_place else self.kept
+        devices = {**kept, **self.exchanged}
+        within = max((kept.get(d, 0) + self.exchanged.get(d, 0) for d in devices), default=0)
         return by_link + from_host + within / resources.memory_rate + self.calls * resources.link_latency
 
 
@@ -66,8 +69,8 @@ def movement(
 ) -> Movement:
     """Return what moves if the instances `after` take the place of `before`.
 
-    `groups` are the groups of KV pages, one of each member of a merge or a split, of which any has contents. `others`
-    are instances that stay, whose devices have weights too.
+    `groups` are the groups of KV pages, one of each member or lane, of which any has contents. `others` are instances
+    that stay, whose devices have weights too.
     """
     kind = kind_of(before, after)
     weights = _Weights(resources, before, after, others)
@@ -76,6 +79,8 @@ def movement(
             weights.move(stage)
     members = {Kind.MERGE: before, Kind.SPLIT: after}.get(kind, ())
     kv = kv_movement(members, groups, resources)
+    if kind in (Kind.DROP, Kind.RESTORE):
+        kv = lane_movement(before, after, groups, resources)
     old, new = resources.device_bytes(*before), resources.device_bytes(*after)
     return Movement(
         dict(weights.kept),
@@ -86,6 +91,7 @@ def movement(
         peak={device: weights.largest[device] + kv.peak.get(device, 0) for device in {**old, **new}},
         calls=weights.calls + kv.calls,
         weights_first=kind is not Kind.SPLIT,
+        in_place=kind in (Kind.DROP, Kind.RESTORE),
     )
 
 
@@ -95,6 +101,31 @@ def kv_movement(members: Sequence[InstancePlan], groups: int, resources: Resourc
     if members and groups:
         calls = _exchange_heads(members, groups, resources, links, exchanged, chunk)
     return Movement(exchanged=dict(exchanged), links=dict(links), peak=dict(chunk), calls=calls)
+
+
+def lane_movement(
+    before: Sequence[InstancePlan], after: Sequence[InstancePlan], rows: int, resources: Resources
+) -> Movement:
+    """Return what the KV moves of instances that share their layers, or have them all again: `rows` of each lane."""
+    if len(after) == 1:
+        moves, whole = lane_moves(before, after[0]), after[0]
+    else:
+        moves, whole = reverse(lane_moves(after, before[0])), before[0]
+    links, exchanged, chunk = Counter[Link](), Counter[int](), Counter[int]()
+    pages = {
+        block.block: resources.page_bytes(stage) // sum(is_layer(block.block) for block in stage.blocks)
+        for stage in whole.stages
+        for block in stage.blocks
+    }
+    for move in moves:
+        for source, target in zip(move.source, move.target, strict=True):
+            size = rows * pages[move.layer]
+            links[source, target] += size
+            exchanged[source] += size
+            exchanged[target] += size
+            chunk[source] += size
+            chunk[target] += size
+    return Movement(exchanged=dict(exchanged), links=dict(links), peak=dict(chunk), calls=bool(rows))
 
 
 class _Weights:

@@ -25,8 +25,13 @@ class Kind(Enum):
 
     @property
     def joins(self) -> bool:
-        """Whether several instances become one."""
+        """Whether several instances become one, on all of their devices."""
         return self in (Kind.MERGE, Kind.DROP)
+
+    @property
+    def parts(self) -> bool:
+        """Whether one instance becomes several, on its devices."""
+        return self in (Kind.SPLIT, Kind.RESTORE)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from jaxserve.control.exchange import ExchangeHost, PageExchange
 from jaxserve.control.gradual import GradualRegroup
 from jaxserve.control.ledger import DeviceEntries, DeviceLedgers
-from jaxserve.control.movement import movement
+from jaxserve.control.movement import lane_movement, movement
 from jaxserve.control.plan import InstancePlan, PlanInForce
 from jaxserve.control.reconfigure import SWAP_BUFFER, PlanFacts, Report
 from jaxserve.control.regroup import Kind, Regroup, kind_of
@@ -24,7 +25,7 @@ from jaxserve.control.request_moves import GroupedInstance, RequestMoves
 from jaxserve.control.resources import Resources
 from jaxserve.control.transitions import Outcome, Rendezvous, Waits
 from jaxserve.core.errors import JaxserveError
-from jaxserve.kvcache import PagePool, joined_page, own_page
+from jaxserve.kvcache import JoinedIds, PagePool
 from jaxserve.scheduler.partition import SideLimits, partition
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 OWNER = "regroup"  # of the ledgers' entries of what is taken while instances are regrouped
 
 
-class InstanceHost(Protocol):
+class InstanceHost(ExchangeHost, Protocol):
     """What makes, moves and ends instances, on real or simulated devices.
 
     Methods with `undo` put what reverses them there, so that an error in a later one changes nothing.
@@ -67,6 +68,27 @@ class InstanceHost(Protocol):
         """Return the instances that one becomes: the reverse of `merge`."""
         ...
 
+    def drop(self, members: Sequence[Any], plan: InstancePlan, pages: PagePool, undo: ExitStack) -> GroupedInstance:
+        """Return an instance on the devices of its members, each with the part of its layers that `plan` says.
+
+        Its pages have the ids of `JoinedIds`. Those that other devices keep now have no contents before the exchange.
+        """
+        ...
+
+    def restore(
+        self, whole: Any, plans: Sequence[InstancePlan], pages: Sequence[PagePool], undo: ExitStack
+    ) -> Sequence[GroupedInstance]:
+        """Return the instances with all layers that a group becomes: the reverse of `drop`."""
+        ...
+
+    def stage_layers(self, plans: Sequence[InstancePlan], seconds: float) -> Waits[Any]:
+        """Load the layers that devices lack for `restore`, beside serving, estimated to take `seconds`."""
+        ...
+
+    def discard_layers(self, staged: Any) -> None:
+        """Give up the hold on layers that were loaded: those that no instance uses are freed."""
+        ...
+
     def move_pages(self, instance: Any, moves: Mapping[int, int]) -> None:
         """Copy pages of an instance (source: target)."""
         ...
@@ -85,6 +107,14 @@ class InstanceHost(Protocol):
     def release(self, ended: Sequence[Any]) -> Waits[None]:
         """Free what instances have left that do not serve any more."""
         ...
+
+
+@dataclass
+class Staged:
+    """What was loaded for new instances while others serve."""
+
+    parts: Mapping[str, Any] = field(default_factory=dict)  # by the names of instances on devices of their own
+    layers: Any = None
 
 
 @dataclass(frozen=True)
@@ -117,26 +147,46 @@ class Regrouping:
         before = tuple(map(self.in_force.instance, regroup.before))
         kind = kind_of(before, regroup.after)
         self._book(before, regroup.after)
-        staged: Mapping[str, Any] = {}
+        staged = Staged()
         ended: list[Any] = []
+        exchange: PageExchange | None = None
         try:
-            if kind is not Kind.COPY and self.gradual(before, regroup.after):
+            if kind in (Kind.MERGE, Kind.SPLIT) and self.gradual(before, regroup.after):
                 whole, members = (regroup.after[0], before) if kind is Kind.MERGE else (before[0], regroup.after)
                 gradual = GradualRegroup(self, whole, members, ended)
                 yield from gradual.merge() if kind is Kind.MERGE else gradual.split()
             else:
-                if kind is Kind.COPY:
-                    staged = yield from self.host.stage(regroup.after, self._seconds(before, regroup.after))
+                yield from self._stage(kind, before, regroup.after, staged)
                 others = [plan.name for plan in self.in_force.plan.instances if plan.name not in regroup.before]
                 stopped = (*regroup.before, *(others if kind is Kind.COPY and before else ()))
-                yield Rendezvous(stopped, partial(self._commit, regroup, before, kind, staged, others, ended))
+                if kind in (Kind.DROP, Kind.RESTORE):
+                    exchange = self._exchange(before, regroup.after)
+                commit = partial(self._commit, regroup, before, kind, staged.parts, others, ended, exchange)
+                yield Rendezvous(stopped, commit)
         except BaseException:
-            self.host.discard(staged)
+            self.host.discard(staged.parts)
             self.ledgers.replace({OWNER: {}})
             raise
+        finally:
+            self.host.discard_layers(staged.layers)
+        if exchange is not None:
+            yield from exchange.carry_out()
         yield from self.release(ended)
         gone: dict[str, DeviceEntries] = {plan.name: {} for plan in before}
         self.ledgers.replace(gone | {plan.name: self.entries(plan) for plan in regroup.after} | {OWNER: {}})
+
+    def _stage(
+        self, kind: Kind, before: Sequence[InstancePlan], after: Sequence[InstancePlan], staged: "Staged"
+    ) -> Waits[None]:
+        """Load what new instances need, while all instances serve."""
+        if kind is Kind.COPY:
+            staged.parts = yield from self.host.stage(after, self._seconds(before, after))
+        elif kind is Kind.RESTORE:
+            staged.layers = yield from self.host.stage_layers(after, self._seconds(before, after))
+
+    def _exchange(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> PageExchange:
+        row = lane_movement(before, after, 1, self.resources).seconds(self.resources)
+        return PageExchange(self.host, after[0].lanes, len(after[0].stages), row, self.now)
 
     def gradual(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> bool:
         """Return whether a merge or a split goes layer by layer, because it would stop its instances for too long.
@@ -175,6 +225,7 @@ class Regrouping:
         staged: Mapping[str, Any],
         others: Sequence[str],
         ended: list[Any],
+        exchange: PageExchange | None,
     ) -> None:
         """Move everything and put the new instances in force, as a whole, or change nothing and raise.
 
@@ -184,15 +235,17 @@ class Regrouping:
         homeless: list[Any] = []
         with ExitStack() as undo:
             moves = RequestMoves(undo, self.now())
-            if kind is Kind.MERGE:
-                made = [self._merge(ending, regroup.after[0], moves, undo)]
-            elif kind is Kind.SPLIT:
-                made, homeless = self._split(ending[0], regroup.after, moves, undo)
+            if kind.joins:
+                made = [self._join(kind, before, ending, regroup.after[0], moves, undo)]
+            elif kind.parts:
+                made, homeless = self._part(kind, ending[0], regroup.after, moves, undo)
             else:
                 made = [self.host.open(plan, staged[plan.name], undo) for plan in regroup.after]
                 targets = [*made, *map(self.host.instance, others)]
                 for source in ending:
                     homeless += self._copy(source, before, targets, moves)
+            if exchange is not None:
+                exchange.begin([plan.name for plan in regroup.after], made)
             self.put_in_force(regroup.before, regroup.after, made, homeless)
             undo.pop_all()
         ended += ending
@@ -210,27 +263,43 @@ class Regrouping:
             for plan, instance in zip(after, made, strict=True):
                 instance.core.replan(*self.facts.of(plan, version))
 
-    def _merge(
-        self, members: Sequence[GroupedInstance], plan: InstancePlan, moves: RequestMoves, undo: ExitStack
+    def _join(
+        self,
+        kind: Kind,
+        before: Sequence[InstancePlan],
+        members: Sequence[GroupedInstance],
+        plan: InstancePlan,
+        moves: RequestMoves,
+        undo: ExitStack,
     ) -> GroupedInstance:
-        count, limits = len(members), self.resources.limits_of(plan.tp)
+        """Return the instance that others become, with all of their requests."""
+        ids, limits = JoinedIds(tuple(member.lanes for member in before)), self.resources.limits_of(plan.tp, plan.lanes)
         taken = [moves.take(member.core) for member in members]
         pools = [member.core.scheduler.pages for member in members]
         # The longest sequence may need more pages than the members have together. The pool grows to these right after
         # the merge, and has at least as many from then on, except right before a split.
         least = min(limits.min_pages, sum(pool.min_pages for pool in pools))
-        pages = PagePool.joined(pools, min_pages=least, max_pages=limits.max_pages)
-        whole = self.host.merge(members, plan, pages, undo)
+        pages = PagePool.joined(pools, min_pages=least, max_pages=limits.max_pages, lanes=ids.lanes)
+        if kind is Kind.DROP:
+            pages.grow(plan.kv_pages - pages.num_pages)
+            whole = self.host.drop(members, plan, pages, undo)
+        else:
+            whole = self.host.merge(members, plan, pages, undo)
         for index, states in enumerate(taken):
-            moves.give(whole.core, states, partial(joined_page, count, index), partial(own_page, count))
+            moves.give(whole.core, states, partial(ids.joined, index), partial(ids.own, index))
         return whole
 
-    def _split(
-        self, whole: GroupedInstance, plans: Sequence[InstancePlan], moves: RequestMoves, undo: ExitStack
+    def _part(
+        self,
+        kind: Kind,
+        whole: GroupedInstance,
+        plans: Sequence[InstancePlan],
+        moves: RequestMoves,
+        undo: ExitStack,
     ) -> tuple[list[GroupedInstance], list[Any]]:
-        """Return the parts of an instance, and the requests that none of them can hold."""
-        count, limits = len(plans), self.resources.limits_of(plans[0].tp)
-        core, pool = whole.core, whole.core.scheduler.pages
+        """Return the instances that one becomes, with its requests, and those of them that none can hold."""
+        ids, limits = JoinedIds.of_equal(len(plans)), self.resources.limits_of(plans[0].tp)
+        core, pool, count = whole.core, whole.core.scheduler.pages, ids.count
         requests = dict(core.unfinished)
         held = SideLimits(plans[0].kv_pages, limits.shapes.max_num_seqs, limits.max_len)
         sides = partition(requests, pool, count, held)
@@ -240,10 +309,11 @@ class Regrouping:
         sides.carry_out(pool, requests, lambda pages: self.host.move_pages(whole, pages))
         least = min(limits.min_pages, pool.num_pages // count)
         pools = pool.parted(count, min_pages=least, max_pages=limits.max_pages)
-        parts = list(self.host.split(whole, plans, pools, undo))
+        make = self.host.restore if kind is Kind.RESTORE else self.host.split
+        parts = list(make(whole, plans, pools, undo))
         for index, part in enumerate(parts):
             own = [state for state in states if sides.sides[state.request.id] == index]
-            moves.give(part.core, own, partial(own_page, count), partial(joined_page, count, index))
+            moves.give(part.core, own, partial(ids.own, index), partial(ids.joined, index))
             again = [state for state in without_pages if sides.sides[state.request.id] == index]
             moves.give(part.core, again, None)
         return parts, homeless

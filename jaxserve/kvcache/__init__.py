@@ -1,6 +1,6 @@
 """Host bookkeeping of the paged KV cache: pages with reference counts, prefix cache, page tables. Imports no JAX."""
 
-from jaxserve.kvcache.divided import DividedPool, joined_page, own_page
+from jaxserve.kvcache.divided import DividedPool
 from jaxserve.kvcache.hashes import chain_hash, page_hashes
 from jaxserve.kvcache.lanes import JoinedIds
 from jaxserve.kvcache.pages import NULL_PAGE, PagePool, PagesInUse
@@ -17,8 +17,6 @@ __all__ = [
     "PagesInUse",
     "Round",
     "chain_hash",
-    "joined_page",
     "moves_to_sides",
-    "own_page",
     "page_hashes",
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NoReturn
 
+from jaxserve.kvcache.lanes import JoinedIds
 from jaxserve.kvcache.pages import PagePool
 
 
@@ -16,6 +17,7 @@ class DividedPool(PagePool):
     def __init__(self, sides: Sequence[PagePool]):
         """Take the sides' pools, which are equally large. They go on being used."""
         self.sides = tuple(sides)
+        self._ids = JoinedIds.of_equal(len(sides))
         self.num_pages = sum(side.num_pages for side in sides)
         self.caching = sides[0].caching
         self.min_pages = self.max_pages = self.num_pages
@@ -83,17 +85,7 @@ class DividedPool(PagePool):
         return page % len(self.sides)
 
     def _own(self, page: int) -> int:
-        return own_page(len(self.sides), page)
+        return self._ids.own(self._side_of(page), page)
 
     def _joined(self, side: int, page: int) -> int:
-        return joined_page(len(self.sides), side, page)
-
-
-def joined_page(count: int, side: int, page: int) -> int:
-    """Return the id in a pool of `count` sides of a page of one of them."""
-    return count * page + side
-
-
-def own_page(count: int, page: int) -> int:
-    """Return the id in its side of a page of a pool of `count` sides."""
-    return page // count
+        return self._ids.joined(side, page)

@@ -58,7 +58,7 @@ def with_kv_pages(spec: EngineSpec, limits: Resources) -> Resources:
     fitting = {each: min(most[-1], each.members * sum(segments)) for each, most in usable.items()}
     most = {config.tp: max_pages} | {each.degree: max(fitting[each], each.members * max_pages) for each in merged}
     limits = _with_degrees(spec, limits, most, sum(segments))
-    of_groups = [_group_limits(limits.degrees[0], each.members, fitting[each]) for each in groups]
+    of_groups = [group_limits(limits.degrees[0], each.members, fitting[each]) for each in groups]
     return replace(limits, degrees=(*limits.degrees, *of_groups))
 
 
@@ -159,7 +159,7 @@ def _with_degrees(spec: EngineSpec, limits: Resources, most: Mapping[int, int], 
     )
 
 
-def _group_limits(member: DegreeLimits, lanes: int, pages: int) -> DegreeLimits:
+def group_limits(member: DegreeLimits, lanes: int, pages: int) -> DegreeLimits:
     """Return the limits of groups of instances with the limits of `member`, which have at most these KV pages.
 
     They promise to hold sequences as long as each of their members.

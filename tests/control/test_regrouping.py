@@ -14,12 +14,13 @@ from hypothesis import given, settings, strategies as st
 from jaxserve.core.errors import PlanError
 from jaxserve.engine import sync_engine
 from tests.engine.test_moves import requests_of, result_of, unmoved
-from tests.support.paged_host import DEVICES, LAYERS, LENGTHS, MAX_TP, Broken, PagedService
+from tests.support.paged_host import (DEVICES, LAYERS, LENGTHS, MAX_LANES, MAX_PAGES, MAX_TP, NUM_LAYERS, Broken, PagedService)
 
 EXAMPLES = int(os.environ.get("REGROUP_EXAMPLES", "40"))
 REGROUPS = 25  # attempts in each history
 FAULTS = (
     *("stage", "open", "merge", "merged", "split", "move pages", "copy pages", "replace", "release"),
+    *("drop", "dropped", "stage layers", "restore", "send", "arrival", "receive"),
     *("begin apart", "begun apart", "know members", "load layers", "change layers"),  # layer by layer
 )
 
@@ -65,7 +66,7 @@ class History:
 
     def change(self) -> None:
         """Change the plan at random, or try to: something may fail at any of its actions."""
-        kind = self.rng.choice(("merge", "merge", "split", "split", "add", "remove", "pages", "precision"))
+        kind = self.rng.choice((*("merge", "split", "drop", "restore") * 2, "add", "remove", "pages", "precision"))
         faults = [self.rng.choice(FAULTS)] if self.rng.random() < 0.15 else []
 
         def before(action: str) -> None:
@@ -92,7 +93,10 @@ class History:
     def _merge(self):
         by_degree: dict[int, list[str]] = {}
         for plan in self.service.plan.instances:
-            by_degree.setdefault(plan.tp, []).append(plan.name)
+            if plan.lanes == 1:
+                by_degree.setdefault(plan.tp, []).append(plan.name)
+        if not by_degree:
+            return None
         degree = self.rng.choice(list(by_degree))
         names = by_degree[degree]
         count = self.rng.choice([count for count in (2, 4) if count * degree <= MAX_TP] or [0])
@@ -109,8 +113,21 @@ class History:
         whole = self.rng.choice(merged)
         return self.service.split(whole.name, self.rng.choice([n for n in (2, 4) if n <= whole.tp]))
 
+    def _drop(self):
+        names = [plan.name for plan in self.service.plan.instances if plan.tp == 1]
+        self.rng.shuffle(names)
+        names = names[: self.rng.randint(2, 3)]
+        lanes = sum(self.service.plan.instance(name).lanes for name in names)
+        if len(names) < 2 or lanes > MAX_LANES:
+            return None
+        return self.service.grouped(names, self.rng.randint(0, 2 * lanes * MAX_PAGES))
+
+    def _restore(self):
+        groups = [plan for plan in self.service.plan.instances if plan.lanes > 1]
+        return self.service.restored(self.rng.choice(groups).name, self.rng.randint(9, MAX_PAGES)) if groups else None
+
     def _add(self):
-        used = sum(plan.tp for plan in self.service.plan.instances)
+        used = sum(len(plan.devices) for plan in self.service.plan.instances)
         return self.service.added(self.rng.randrange(DEVICES)) if used < DEVICES else None
 
     def _remove(self):
@@ -119,13 +136,13 @@ class History:
 
     def _pages(self):
         instance = self.rng.choice(self.service.plan.instances)
-        limits = self.service.resources.limits_of(instance.tp)
+        limits = self.service.resources.limits_of(instance.tp, instance.lanes)
         pages = self.rng.randint(limits.min_pages, limits.max_pages)
-        return self.service.plan.with_instance(instance.with_kv_pages(pages))
+        return self.service.plan.with_instance(instance.with_kv_pages(-(-pages // instance.lanes) * instance.lanes))
 
     def _precision(self):
         instance = self.rng.choice(self.service.plan.instances)
-        layer, precision = f"layers.{self.rng.randrange(2)}", self.rng.choice(list(LAYERS))
+        layer, precision = f"layers.{self.rng.randrange(NUM_LAYERS)}", self.rng.choice(list(LAYERS))
         return self.service.plan.with_precisions(instance.name, {layer: precision})
 
 

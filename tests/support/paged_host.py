@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxserve.control.degree_limits import DegreeLimits
 from jaxserve.control.diff import diff
+from jaxserve.control.groups import grouped_plan, restored_plans
 from jaxserve.control.ledger import DeviceLedgers, Ledger
 from jaxserve.control.plan import InstancePlan, Plan, PlanInForce, StagePlan, block_chain, parallel_plan
 from jaxserve.control.reconfigure import PlanFacts, Reconfiguration
@@ -30,7 +31,8 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState, merge
 from jaxserve.engine.sync_engine import SyncEngine
-from jaxserve.kvcache import DividedPool, PagePool, PageTable
+from jaxserve.kvcache import DividedPool, JoinedIds, PagePool, PageTable
+from jaxserve.planning.kv_pages import group_limits
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.telemetry import EngineMetrics, Snapshot
 from tests.support.internals import assert_no_record_left, requests_in
@@ -40,13 +42,14 @@ PAGE, TILE, SLOTS = 4, 8, 2
 DEVICES, START, MAX_TP = 8, 6, 4
 PAGES, MAX_PAGES = 14, 20  # of an instance on one device
 LENGTHS = {1: 32, 2: 80, 4: 176}  # a merged instance is promised more than its members have together
-LAYERS = {"float32": 4000, "int4": 600}
+NUM_LAYERS, MAX_LANES = 4, 4
+LAYERS = {"float32": 2000, "int4": 300}
 GARBAGE = -7
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model with two layers whose parts are equal on all devices."""
+    """Sizes of a model with four layers whose parts are equal on all devices."""
 
     in_place: tuple[str, ...] = ()
 
@@ -57,7 +60,7 @@ class Sizes:
         return LAYERS.get(precision, 0) // (tp or 1) if is_layer(block) else 1200 // (tp or 1)
 
     def page(self, stage: StagePlan) -> int:
-        return 40 // stage.tp
+        return 40 * sum(is_layer(block.block) for block in stage.blocks) // NUM_LAYERS // stage.tp
 
     def entries(self, stage: StagePlan) -> Mapping[str, int]:
         weights = sum(self.block(block.block, block.precision, stage.tp) for block in stage.blocks)
@@ -70,7 +73,8 @@ def machine() -> Resources:
         DegreeLimits(tp, length, length // PAGE + 1, tp * MAX_PAGES, tp * PAGES, tp * MAX_PAGES, (), shapes.times(tp))
         for tp, length in LENGTHS.items()
     ]
-    budget = 2 * LAYERS["float32"] + 2 * 1200 + 4600 + MAX_PAGES * 40
+    degrees += [group_limits(degrees[0], lanes, 2 * lanes * MAX_PAGES) for lanes in range(2, MAX_LANES + 1)]
+    budget = NUM_LAYERS * LAYERS["float32"] + 2 * 1200 + 4600 + MAX_PAGES * 40
     return Resources(
         budget, Sizes(), 9, MAX_PAGES, 1e9, page_size=PAGE, degrees=tuple(degrees), shapes=shapes, devices=DEVICES
     )
@@ -88,6 +92,7 @@ class PagedHost:
         self.instances: dict[str, StepLoop] = {}
         self.alive: list[StepLoop] = []  # made, and neither ended nor undone
         self.before: Callable[[str], None] = lambda action: None
+        self.layers_held = 0  # loads of layers for members that are not given up
 
     def instance(self, name: str) -> StepLoop:
         return self.instances[name]
@@ -136,6 +141,66 @@ class PagedHost:
             self.before("split")
             made.append(self._made(plan, pool, contents[:, index].copy(), undo))
         return made
+
+    # -- instances that share their layers
+
+    def stage_layers(self, plans: Sequence[InstancePlan], seconds: float) -> Waits[str]:
+        yield Sleep(0.0)
+        self.before("stage layers")
+        self.layers_held += 1
+        return "layers"
+
+    def discard_layers(self, staged: Any) -> None:
+        self.layers_held -= staged is not None
+
+    def drop(self, members: Sequence[StepLoop], plan: InstancePlan, pages: PagePool, undo: ExitStack) -> StepLoop:
+        self.before("drop")
+        ids = JoinedIds(tuple(self._service.plan.instance(member.core.name).lanes for member in members))
+        contents = empty(plan)
+        for index, member in enumerate(members):
+            for page, own in enumerate(pages_of(member)[: member.core.scheduler.pages.num_pages]):
+                contents[ids.joined(index, page)] = own
+        made = self._made(plan, pages, contents, undo)
+        self._away(made, {page // plan.lanes for page in pages.occupied}, plan.lanes)
+        self.before("dropped")
+        return made
+
+    def restore(
+        self, whole: StepLoop, plans: Sequence[InstancePlan], pages: Sequence[PagePool], undo: ExitStack
+    ) -> list[StepLoop]:
+        contents, made = pages_of(whole).reshape(-1, len(plans), PAGE), []
+        rows = {page for pool in pages for page in pool.occupied}
+        for index, (plan, pool) in enumerate(zip(plans, pages, strict=True)):
+            self.before("restore")
+            own = contents[: len(empty(plan)), index].copy()
+            made.append(self._made(plan, pool, own, undo))
+            self._away(made[-1], rows, 1)
+        return made
+
+    def _away(self, steps: StepLoop, rows: Collection[int], lanes: int) -> None:
+        """Let pages of an instance have their contents only after they were exchanged."""
+        contents, steps.lanes = pages_of(steps), lanes  # type: ignore[attr-defined]
+        steps.away = contents.copy()  # type: ignore[attr-defined]
+        for row in rows:
+            contents[row * lanes : (row + 1) * lanes] = GARBAGE
+
+    def send(self, instances: Sequence[Any], rows: Sequence[int]) -> Any:
+        self.before("send")
+        return [{p: s.away[p].copy() for r in rows for p in range(r * s.lanes, (r + 1) * s.lanes)} for s in instances]
+
+    def arrival(self, sent: Any, seconds: float) -> Waits[None]:
+        yield Sleep(0.0)
+        self.before("arrival")
+
+    def receive(self, instances: Sequence[Any], sent: Any) -> None:
+        for steps, pages in zip(instances, sent, strict=True):
+            self.before("receive")
+            for page, contents in pages.items():
+                pages_of(steps)[page] = contents
+
+    def end_exchange(self, instances: Sequence[Any]) -> None:
+        for steps in instances:
+            del steps.away
 
     # -- merges and splits layer by layer (`GradualHost`): the layers of this model keep nothing
 
@@ -244,7 +309,7 @@ class PagedService:
 
     def __init__(self) -> None:
         self.clock, self.metrics, self.resources = VirtualClock(1.0), EngineMetrics("small"), machine()
-        chain = block_chain("float32", ["float32"] * 2, "float32")
+        chain = block_chain("float32", ["float32"] * NUM_LAYERS, "float32")
         self.in_force = PlanInForce(parallel_plan(chain, kv_pages=PAGES, tp=1, pp=1, dp=START, devices=DEVICES))
         ledgers = {device: Ledger(self.resources.budget) for device in range(DEVICES)}
         self.ledgers = DeviceLedgers({0: ledgers.pop(0)}, ledgers)
@@ -274,6 +339,7 @@ class PagedService:
             self.facts,
             self.clock.now,
         )
+        self.start = self.plan.instances[0]
         self.meanwhile: Callable[[], None] = self.step
         self.answers: dict[str, RequestOutput] = {}
         self.regroups = Counter[str]()
@@ -284,8 +350,8 @@ class PagedService:
         return self.in_force.plan
 
     def loop(self, plan: InstancePlan, pool: PagePool, contents: np.ndarray) -> StepLoop:
-        limits = self.resources.limits_of(plan.tp)
-        slots, width = limits.shapes.max_num_seqs, -(-limits.max_len // PAGE)
+        limits = self.resources.limits_of(plan.tp, plan.lanes)
+        slots, width = limits.slots, -(-limits.max_len // PAGE)
         table = PageTable(slots, width)
         scheduler = Scheduler(SchedulerLimits(slots, 2, TILE, PAGE), pool, table)
         core = EngineCore(
@@ -322,6 +388,9 @@ class PagedService:
         """Merge instances of the smallest degree, or split the largest one if there is only one of these."""
         by_degree: dict[int, list[str]] = {}
         for plan in self.plan.instances:
+            if plan.lanes > 1:
+                self.change(self.restored(plan.name))
+                return
             by_degree.setdefault(plan.tp, []).append(plan.name)
         for degree in sorted(by_degree):
             if degree < MAX_TP and len(by_degree[degree]) > 1:
@@ -344,10 +413,18 @@ class PagedService:
         whole = whole.with_kv_pages(max(whole.kv_pages // count, least) * count)
         return self.without([name], split_plans(whole, self.new_names(count)))
 
+    def grouped(self, names: Sequence[str], pages: int) -> Plan:
+        members = [self.plan.instance(name) for name in names]
+        whole = grouped_plan(members, *self.new_names(1), self.resources)
+        return self.without(names, [whole.with_kv_pages(max(whole.kv_pages, pages // whole.lanes * whole.lanes))])
+
+    def restored(self, name: str, pages: int = PAGES) -> Plan:
+        whole = self.plan.instance(name)
+        return self.without([name], restored_plans(whole, self.new_names(whole.lanes), self.start, pages))
+
     def added(self, index: int = 0) -> Plan:
         free = sorted(set(range(DEVICES)) - {d for plan in self.plan.instances for d in plan.devices})
-        first = self.plan.instances[0]
-        stage = replace(first.stages[0], devices=(free[index % len(free)],), kv_pages=PAGES)
+        stage = replace(self.start.stages[0], devices=(free[index % len(free)],), kv_pages=PAGES)
         return self.without([], [InstancePlan((stage,), *self.new_names(1))])
 
     def without(self, names: Collection[str], new: Sequence[InstancePlan] = ()) -> Plan:
@@ -427,6 +504,7 @@ class PagedService:
 
     def check(self) -> None:
         assert set(self.host.instances) == set(self.engine.loops) == {plan.name for plan in self.plan.instances}
+        assert self.host.layers_held == 0
         assert sorted(map(id, self.host.alive)) == sorted(map(id, self.host.instances.values()))
         entries = self.resources.device_entries(*self.plan.instances)
         for device, ledger in self.ledgers.items():
@@ -438,6 +516,7 @@ class PagedService:
             running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
             assert len({s.slot for s in running}) == len(running) == len(scheduler.running)
             assert scheduler.table.free_slots == scheduler.limits.max_num_seqs - len(running)
+            assert not pool.away
             references = Counter(page for s in sequences for page in s.pages)
             assert all(pool.references(page) == references[page] for page in range(pool.num_pages))
 
@@ -450,7 +529,8 @@ class PagedService:
 
 
 def empty(plan: InstancePlan) -> np.ndarray:
-    return np.full((plan.tp * MAX_PAGES, PAGE), GARBAGE, np.int32)
+    pages = plan.tp * MAX_PAGES if plan.lanes == 1 else 2 * plan.lanes * MAX_PAGES
+    return np.full((pages, PAGE), GARBAGE, np.int32)
 
 
 def empty_pool(plan: InstancePlan) -> PagePool:
