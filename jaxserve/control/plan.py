@@ -227,7 +227,7 @@ class PlanInForce:
             self._held_as.pop(name, None)
             if degree is not None:
                 self._held_as[name] = degree
-        self._tell()
+        self.tell()
 
     def holds_as(self, name: str) -> int:
         """Return the degree on which depends how long requests an instance holds."""
