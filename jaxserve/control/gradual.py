@@ -180,12 +180,12 @@ class GradualRegroup:
 
     def _hand_over(self) -> None:
         """Let the members of an instance, whose layers they all run apart, become instances."""
-        count, whole = len(self.members), self.host.instance(self.whole.name)
+        ids, whole = JoinedIds.of_equal(len(self.members)), self.host.instance(self.whole.name)
         pages = whole.core.scheduler.pages
         with ExitStack() as undo:
             moves = RequestMoves(undo, self.regrouping.now())
             held = {
-                name: {page % count for sequence in sequences for page in sequence.pages}
+                name: {page % ids.count for sequence in sequences for page in sequence.pages}
                 for name, sequences in whole.core.unfinished.items()
             }
             # Sequences of one request that began again may have pages on several sides.

@@ -14,7 +14,17 @@ from hypothesis import given, settings, strategies as st
 from jaxserve.core.errors import PlanError
 from jaxserve.engine import sync_engine
 from tests.engine.test_moves import requests_of, result_of, unmoved
-from tests.support.paged_host import (DEVICES, LAYERS, LENGTHS, MAX_LANES, MAX_PAGES, MAX_TP, NUM_LAYERS, Broken, PagedService)
+from tests.support.paged_host import (
+    DEVICES,
+    LAYERS,
+    LENGTHS,
+    MAX_LANES,
+    MAX_PAGES,
+    MAX_TP,
+    NUM_LAYERS,
+    Broken,
+    PagedService,
+)
 
 EXAMPLES = int(os.environ.get("REGROUP_EXAMPLES", "40"))
 REGROUPS = 25  # attempts in each history
