@@ -2,7 +2,7 @@
 
 from jaxserve.kvcache.divided import DividedPool
 from jaxserve.kvcache.hashes import chain_hash, page_hashes
-from jaxserve.kvcache.lanes import JoinedIds
+from jaxserve.kvcache.joined_ids import JoinedIds
 from jaxserve.kvcache.pages import NULL_PAGE, PagePool, PagesInUse
 from jaxserve.kvcache.sides import PageMove, Round, moves_to_sides
 from jaxserve.kvcache.table import PageTable

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxserve.kvcache.lanes import JoinedIds
+from jaxserve.kvcache.joined_ids import JoinedIds
 from jaxserve.kvcache.pages import PagePool
 
 

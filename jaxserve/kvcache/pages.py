@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 
-from jaxserve.kvcache.lanes import JoinedIds
+from jaxserve.kvcache.joined_ids import JoinedIds
 
 NULL_PAGE = 0  # padding rows write to it, and it is never handed out
 
@@ -257,9 +257,9 @@ class PagePool:
         for part, pool in enumerate(pools):
             for lane in range(min(ids.lanes[part], pool._fresh)):
                 references = pool._references[lane :: ids.lanes[part]]
-                first = ids.first_lanes[part] + lane
-                last = first + (len(references) - 1) * ids.count
-                whole._references[first : last + 1 : ids.count] = references
+                begin = ids.first_lanes[part] + lane
+                end = begin + (len(references) - 1) * ids.count + 1
+                whole._references[begin : end : ids.count] = references
             hash_of.update((ids.joined(part, page), digest) for page, digest in pool._hash_of.items())
         turns = zip_longest(*(pool._cached for pool in pools))
         cached = [ids.joined(part, page) for turn in turns for part, page in enumerate(turn) if page is not None]

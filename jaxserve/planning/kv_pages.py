@@ -95,8 +95,10 @@ class _Merged:
     def group_of(cls, spec: EngineSpec, limits: Resources, rooms: Sequence[Room], lanes: int) -> "_Merged":
         pages = max(1, min(room.free // room.page for room in rooms))
         members = [instance.with_kv_pages(pages) for instance in spec.plan.instances[:lanes]]
-        stages = rooms_of((grouped_plan(members, "", limits),), limits)
-        return cls(spec.config.tp, lanes, min(stages, key=lambda room: room.free // room.page))
+        whole = grouped_plan(members, "", limits)
+        # Nothing is known about pages yet, those of several lanes included.
+        whole = replace(whole, stages=tuple(replace(stage, kv_pages=0, lanes=1) for stage in whole.stages))
+        return cls(spec.config.tp, lanes, min(rooms_of((whole,), limits), key=lambda room: room.free // room.page))
 
     @property
     def for_members(self) -> Room:

@@ -142,14 +142,15 @@ class MemoryPlan:
 
     def scheduler(self, instance: InstancePlan, pages: PagePool | None = None) -> tuple[Scheduler, PageTable]:
         """Return a new scheduler for an instance, and the page table it fills. Without `pages` all of them are free."""
-        config, buckets = self.config, self.buckets_of(instance.tp)
-        width = max(ceil_div(self.max_len(instance.tp), config.page_size), *buckets.widths)
-        table = PageTable(buckets.max_num_seqs, width)
+        config, of_instance = self.config, self.limits.limits_of(instance.tp, instance.lanes)
+        buckets = of_instance.shapes
+        width = max(ceil_div(of_instance.max_len, config.page_size), *buckets.widths)
+        table = PageTable(of_instance.slots, width)
         pages = pages or PagePool(
             instance.stages[0].kv_pages,
             caching=config.prefix_caching,
-            min_pages=self.min_pages(instance.tp),
-            max_pages=self.max_pages(instance.tp),
+            min_pages=of_instance.min_pages,
+            max_pages=of_instance.max_pages,
         )
         limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, config.page_size)
         scheduler = Scheduler(limits, pages, table)

@@ -74,6 +74,36 @@ class SimHost:
         self._count([whole.plan], plans, [len(plans) * page for page in groups])
         return [self._maker.make(plan, own) for plan, own in zip(plans, pages, strict=True)]
 
+    def stage_layers(self, plans: Sequence[InstancePlan], seconds: float) -> Waits[None]:
+        yield Sleep(self._clock.now() + seconds)
+
+    def discard_layers(self, staged: None) -> None:
+        pass
+
+    def drop(self, members: Sequence[SimInstance], plan: InstancePlan, pages: PagePool, undo: ExitStack) -> SimInstance:
+        return self._maker.make(plan, pages)
+
+    def restore(
+        self, whole: SimInstance, plans: Sequence[InstancePlan], pages: Sequence[PagePool], undo: ExitStack
+    ) -> list[SimInstance]:
+        return [self._maker.make(plan, own) for plan, own in zip(plans, pages, strict=True)]
+
+    # -- as `ExchangeHost`
+
+    def send(self, instances: Sequence[SimInstance], rows: Sequence[int]) -> None:
+        pass
+
+    def arrival(self, sent: None, seconds: float) -> Waits[None]:
+        yield Sleep(self._clock.now() + seconds)
+
+    def receive(self, instances: Sequence[SimInstance], sent: None) -> None:
+        pass
+
+    def end_exchange(self, instances: Sequence[SimInstance]) -> None:
+        pass
+
+    # -- pages
+
     def move_pages(self, instance: SimInstance, moves: Mapping[int, int]) -> None:
         self._seconds += len(moves) * self._page_bytes(instance) / self._resources.memory_rate
 
