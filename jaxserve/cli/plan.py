@@ -102,6 +102,24 @@ def split(
 
 
 @app.command()
+def drop(instances: Names, *, wait: Wait = True, url: Url = DEFAULT_URL, admin_key: AdminKey = None) -> None:
+    """Let instances keep one copy of their layers together, for more KV pages. Requests go on in a pipeline."""
+    _edit({"action": "drop", "instances": instances}, wait, url, admin_key)
+
+
+@app.command()
+def restore(
+    instance: Annotated[str, typer.Argument(help="Name of the group, as in `plan show`.")],
+    *,
+    wait: Wait = True,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Let the instances of a group have all layers again. Requests go on."""
+    _edit({"action": "restore", "instances": [instance]}, wait, url, admin_key)
+
+
+@app.command()
 def add(
     *,
     devices: Annotated[

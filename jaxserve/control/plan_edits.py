@@ -8,13 +8,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from jaxserve.control.buddies import buddy_groups, in_buddy_order
+from jaxserve.control.groups import grouped_plan, restored_plans
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.regroup import merged_plan, new_names, split_plans
 from jaxserve.control.resources import Resources
 from jaxserve.core.errors import PlanError
 
-MERGE, SPLIT, ADD, REMOVE, DRAIN, UNDRAIN = "merge", "split", "add", "remove", "drain", "undrain"
-ACTIONS = (MERGE, SPLIT, ADD, REMOVE, DRAIN, UNDRAIN)
+MERGE, SPLIT, DROP, RESTORE = "merge", "split", "drop", "restore"
+ADD, REMOVE, DRAIN, UNDRAIN = "add", "remove", "drain", "undrain"
+ACTIONS = (MERGE, SPLIT, DROP, RESTORE, ADD, REMOVE, DRAIN, UNDRAIN)
 INTO = 2  # instances that one splits into by default
 
 
@@ -50,6 +52,10 @@ class PlanEditor:
                 return self._merge(plan, named)
             case "split":
                 return self._split(plan, named, edit.into)
+            case "drop":
+                return self._drop(plan, named)
+            case "restore":
+                return self._restore(plan, named[0])
             case "add":
                 return self._add(plan, edit.devices)
             case "remove":
@@ -62,8 +68,10 @@ class PlanEditor:
     def _named(self, plan: Plan, edit: PlanEdit) -> list[InstancePlan]:
         """Return the instances that a change names, each once and as many as it needs."""
         names = edit.instances
-        needs = {MERGE: "two instances or more", SPLIT: "one instance", ADD: "no instance"}
-        allowed = {MERGE: len(names) >= 2, SPLIT: len(names) == 1, ADD: not names}
+        needs = {SPLIT: "one instance", RESTORE: "one instance", ADD: "no instance"}
+        needs |= dict.fromkeys((MERGE, DROP), "two instances or more")
+        allowed = {MERGE: len(names) >= 2, DROP: len(names) >= 2, ADD: not names}
+        allowed |= dict.fromkeys((SPLIT, RESTORE), len(names) == 1)
         if not allowed.get(edit.action, bool(names)):
             given = " ".join(names) or "none"
             raise PlanError(f"{edit.action} takes {needs.get(edit.action, 'one instance or more')}: given is {given}")
@@ -97,8 +105,22 @@ class PlanEditor:
         return with_instances(plan, named, parts(whole, names, self.start, self.resources))
 
     def _check_that_instances_merge(self) -> None:
-        if not self.resources.degrees:
+        if not self.resources.max_tp:
             raise PlanError("instances neither merge nor split here: start the server with a larger max_tp")
+
+    def _drop(self, plan: Plan, members: Sequence[InstancePlan]) -> Plan:
+        if self.resources.max_lanes == 1:
+            raise PlanError("instances do not share their layers here: start the server with a larger max_pp")
+        (name,) = new_names(plan, 1, self.used_names)
+        whole = grouped_plan(members, name, self.resources)
+        pages = self.resources.kv_capacity(whole) // whole.lanes * whole.lanes
+        return with_instances(plan, members, [whole.with_kv_pages(max(whole.kv_pages, pages))])
+
+    def _restore(self, plan: Plan, whole: InstancePlan) -> Plan:
+        if whole.lanes == 1:
+            raise PlanError(f"instance {whole.name} has all layers: only groups are restored")
+        names, start = new_names(plan, whole.lanes, self.used_names), self.start.instances[0]
+        return with_instances(plan, [whole], restored_plans(whole, names, start, start.kv_pages))
 
     def _add(self, plan: Plan, wanted: Sequence[int] | None) -> Plan:
         pattern = self.start.instances[0]

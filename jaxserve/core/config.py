@@ -175,7 +175,8 @@ class EngineConfig:
         Option(
             "Adaptation",
             "Policy that changes the plan: static, manual, morph, morph-int8, morph-performance (presets of the "
-            "objectives and thresholds of morph), tp_transform (instances merge and split, up to --max-tp), a YAML "
+            "objectives and thresholds of morph), tp_transform (instances merge and split, up to --max-tp), param_drop (instances drop "
+            "layers that they have in common and restore them, up to --max-pp), a YAML "
             "file or FILE.py:NAME; several with + in between decide together, as in tp_transform+morph.",
         ),
     ] = "static"
@@ -294,7 +295,7 @@ class EngineConfig:
         Option(
             "Parallelism",
             "Most pipeline stages of a group: instances that drop layers which they have in common, for more KV pages.",
-            default="pp",
+            default="pp; with the policy param_drop pp x dp, up to 8 instances",
             minimum=1,
         ),
     ] = None
@@ -365,8 +366,3 @@ class EngineConfig:
     def degrees(self) -> Degrees:
         """The degrees of tensor parallelism that instances may have."""
         return Degrees(self.tp, self.tp if self.max_tp is None else self.max_tp)
-
-    @property
-    def max_lanes(self) -> int:
-        """The most instances of the start that a group may have; 1 if instances never share their layers."""
-        return 1 if self.max_pp is None else self.max_pp // self.pp

@@ -43,6 +43,7 @@ class EngineOptions(TypedDict, total=False):
     pp: int
     dp: int
     max_tp: int | None
+    max_pp: int | None
     virtual_devices: int | None
     kernel_backend: KernelBackend
     compile_cache: str | Path | None

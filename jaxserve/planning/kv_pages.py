@@ -17,7 +17,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.kv_layout import segments_for
 from jaxserve.core.numeric import ceil_div
 from jaxserve.planning.rooms import Room, check_pools, check_room, rooms_of
-from jaxserve.planning.spec import EngineSpec, changes_layers
+from jaxserve.planning.spec import EngineSpec, changes_layers, max_lanes
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def with_kv_pages(spec: EngineSpec, limits: Resources) -> Resources:
     config, granule = spec.config, limits.granule
     rooms = rooms_of(spec.plan.instances, limits)
     merged = [_Merged.of(spec, limits, degree) for degree in config.degrees.larger()]
-    groups = [_Merged.group_of(spec, limits, rooms, lanes) for lanes in range(2, config.max_lanes + 1)]
+    groups = [_Merged.group_of(spec, limits, rooms, lanes) for lanes in range(2, _max_lanes(spec) + 1)]
     min_pages = _check_rooms(config, rooms, merged)
     starts = [*rooms, *(each.for_members for each in merged)]  # pages at the start must fit before and after a merge
     pages, reserved = _start_and_reserved(spec, rooms, starts)
@@ -159,6 +159,10 @@ def _with_degrees(spec: EngineSpec, limits: Resources, most: Mapping[int, int], 
             for each in of_degrees
         ),
     )
+
+
+def _max_lanes(spec: EngineSpec) -> int:
+    return max_lanes(spec.config, len(spec.plan.instances[0].layer_precisions))
 
 
 def group_limits(member: DegreeLimits, lanes: int, pages: int) -> DegreeLimits:

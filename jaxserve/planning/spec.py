@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxserve.control.plan import Plan, block_chain, parallel_plan
-from jaxserve.control.policies import precisions_of
+from jaxserve.control.policies import drops_layers, precisions_of
 from jaxserve.core.config import DType, EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.numeric import ceil_div
@@ -14,6 +14,7 @@ from jaxserve.core.step_shapes import Buckets
 from jaxserve.planning.defaults import PlatformDefaults, served_dtype
 
 STATIC = "static"  # the policy that changes nothing
+MAX_LANES = 8  # instances that share their layers by default
 MANUAL = "manual"  # the policy that changes what an operator asks for
 SPARE_SLOTS = 2  # factor on the slots of an engine whose KV pages may grow
 DEFAULT_VARIANT = "int4"  # for policies that name no precision
@@ -85,6 +86,13 @@ def check_degrees(config: EngineConfig, model: ModelConfig) -> None:
             f"{given}: it must be at most {max(tp, model.num_kv_heads)}, because the model has {model.num_kv_heads} "
             "kv heads and a head cannot be cut; to copy heads would enlarge the KV cache at every degree"
         )
+
+
+def max_lanes(config: EngineConfig, num_layers: int) -> int:
+    """Return the most instances of the start that may share their layers; 1 if none may."""
+    if config.max_pp is not None:
+        return config.max_pp // config.pp
+    return min(config.dp, num_layers // config.pp, MAX_LANES) if drops_layers(config.policy) else 1
 
 
 def check_stages(config: EngineConfig, model: ModelConfig) -> None:

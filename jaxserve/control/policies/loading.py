@@ -15,6 +15,7 @@ from jaxserve.control.plan import Plan
 from jaxserve.control.policies.fixed import ManualPolicy, StaticPolicy
 from jaxserve.control.policies.morph import MorphPolicy
 from jaxserve.control.policies.morph_settings import ACCURACY, INT8, PERFORMANCE, MorphSettings
+from jaxserve.control.policies.param_drop import DropSettings, ParamDropPolicy
 from jaxserve.control.policies.quality import QualityLoss
 from jaxserve.control.policies.tp_transform import TransformPolicy, TransformSettings
 from jaxserve.control.policy import Policy, chain, errors_of_policy
@@ -24,11 +25,12 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_yaml, read_text
 from jaxserve.core.precision import BITS
 
-Settings = MorphSettings | TransformSettings
+Settings = MorphSettings | TransformSettings | DropSettings
 
 MORPH_MODES = {"morph": ACCURACY, "morph-int8": INT8, "morph-performance": PERFORMANCE}
-TRANSFORM = "tp_transform"
-DEFAULTS: dict[str, Settings] = {**MORPH_MODES, TRANSFORM: TransformSettings()}  # settings by policy
+TRANSFORM, DROP = "tp_transform", "param_drop"
+# Settings by policy.
+DEFAULTS: dict[str, Settings] = {**MORPH_MODES, TRANSFORM: TransformSettings(), DROP: DropSettings()}
 POLICY_NAMES = ("static", "manual", *DEFAULTS)
 AND = "+"  # between the parts of a chain
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -92,6 +94,8 @@ def load_policy(
         return ManualPolicy(target)
     if isinstance(chosen, TransformSettings):
         return TransformPolicy(resources, chosen)
+    if isinstance(chosen, DropSettings):
+        return ParamDropPolicy(resources, chosen)
     assert chosen is not None, "every other policy is a mode of morph"
     chosen = replace(chosen, **{key: value for key, value in objectives.items() if key not in (settings or {})})
     if chosen.max_quality_loss < inf:
@@ -126,6 +130,12 @@ def precisions_of(source: str | Path) -> tuple[str, ...] | None:
     if isinstance(settings, MorphSettings):
         return settings.precisions
     return None if name == "manual" else ()
+
+
+def drops_layers(source: str | Path) -> bool:
+    """Return whether a built-in policy lets instances share their layers. Raise `ConfigError` if it is not valid."""
+    parts = str(source).split(AND)
+    return any(_python_source(part) is None and isinstance(_named(part, None)[1], DropSettings) for part in parts)
 
 
 def read_policy_file(path: Path) -> dict[str, Any]:

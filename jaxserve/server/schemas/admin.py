@@ -34,7 +34,7 @@ Name = Annotated[str, Field(max_length=64)]  # of an instance
 class PlanEditBody(Body):
     """A change of the set of instances."""
 
-    action: Literal["merge", "split", "add", "remove", "drain", "undrain"]
+    action: Literal["merge", "split", "drop", "restore", "add", "remove", "drain", "undrain"]
     instances: Annotated[list[Name], Field(default_factory=list, max_length=1024)]
     into: Annotated[int, Field(ge=2, le=1024)] | None = None  # instances that one is split into; default: 2
     # Of an instance that is added; default: the first free ones.
