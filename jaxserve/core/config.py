@@ -175,8 +175,8 @@ class EngineConfig:
         Option(
             "Adaptation",
             "Policy that changes the plan: static, manual, morph, morph-int8, morph-performance (presets of the "
-            "objectives and thresholds of morph), tp_transform (instances merge and split, up to --max-tp), param_drop (instances drop "
-            "layers that they have in common and restore them, up to --max-pp), a YAML "
+            "objectives and thresholds of morph), tp_transform (instances merge and split, up to --max-tp), "
+            "param_drop (instances drop layers that they have in common and restore them, up to --max-pp), a YAML "
             "file or FILE.py:NAME; several with + in between decide together, as in tp_transform+morph.",
         ),
     ] = "static"
