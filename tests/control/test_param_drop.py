@@ -29,14 +29,13 @@ RECENT = Recent(5.0, 0.5, 0.0, 0.0, 0.0, 0, None, None, None, None, 0.5, 0.0)
 class Policed:
     """A policy whose proposals come into force at once."""
 
-    settings: DropSettings = DropSettings()
     plan: Plan = START
     time: float = 0.0
     seen: dict[str, Snapshot] = field(default_factory=dict)
     warm: bool = True
 
     def __post_init__(self) -> None:
-        self.policy = ParamDropPolicy(RESOURCES, self.settings)
+        self.policy = ParamDropPolicy(RESOURCES, DropSettings())
         self.state: DropState = self.policy.first_structure(self.plan)
         self.names = {plan.name for plan in START.instances}
 
