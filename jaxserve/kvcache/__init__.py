@@ -2,6 +2,7 @@
 
 from jaxserve.kvcache.divided import DividedPool, joined_page, own_page
 from jaxserve.kvcache.hashes import chain_hash, page_hashes
+from jaxserve.kvcache.lanes import Lanes
 from jaxserve.kvcache.pages import NULL_PAGE, PagePool, PagesInUse
 from jaxserve.kvcache.sides import PageMove, Round, moves_to_sides
 from jaxserve.kvcache.table import PageTable
@@ -9,6 +10,7 @@ from jaxserve.kvcache.table import PageTable
 __all__ = [
     "NULL_PAGE",
     "DividedPool",
+    "Lanes",
     "PageMove",
     "PagePool",
     "PageTable",
