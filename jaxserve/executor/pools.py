@@ -1,8 +1,8 @@
 """KV pools whose number of pages changes: they grow by segments, and shrink by moving pages out of the tail.
 
 An elastic pool has address space for all pages that it may ever have, so that growing it changes nothing on the device.
-Other pools take memory segment by segment (`kernels.pool_segments`). The pools that several members leave to one instance
-have a lane for each of them (`kvcache.lanes`), so that a segment consists of several arrays.
+Other pools take memory segment by segment (`kernels.pool_segments`). The pools that several members leave to one
+instance have a lane for each of them (`kvcache.lanes`), so that a segment consists of several arrays.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

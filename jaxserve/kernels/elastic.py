@@ -61,10 +61,10 @@ def reserving(shape: Sequence[int], dtype: DTypeLike, sharding: NamedSharding) -
 def release_pages(pool: Pool, ranges: Array) -> Pool:
     """Return the pool without the memory of pages ranges[s, 0] to ranges[s, 1] - 1 (i32[S, 2]) of each segment s.
 
-    A segment's pages are counted from its own first one. Their contents become undefined. This works in place if the caller donates the pool. Programs
-    that were dispatched before still read the pages. Only whole pages of the operating system are given back, so that
-    neighbours keep their contents. On a platform that is not elastic nothing happens. For a sharded pool, call it with
-    each device's part (`jax.shard_map`).
+    A segment's pages are counted from its own first one. Their contents become undefined. This works in place if the
+    caller donates the pool. Programs that were dispatched before still read the pages. Only whole pages of the
+    operating system are given back, so that neighbours keep their contents. On a platform that is not elastic nothing
+    happens. For a sharded pool, call it with each device's part (`jax.shard_map`).
     """
     if not native.supports_elastic_pools():
         return pool
