@@ -134,9 +134,9 @@ class PoolPrograms:
 class Pools:
     """The KV pools of an instance's decoder layers, in order.
 
-    All pools have segments of the same sizes and the same lanes. Methods take page ids, and map them to places where
-    there are several lanes. Those that change pools are called between two steps and only
-    dispatch: steps that were dispatched before use the pages as they were.
+    All pools have segments of the same sizes and the same number of lanes. Methods take page ids, and `PoolPrograms`
+    takes places. Methods that change pools are called between two steps and only dispatch: steps that were dispatched
+    before use the pages as they were.
     """
 
     def __init__(

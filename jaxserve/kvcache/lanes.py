@@ -39,13 +39,14 @@ class Lanes:
 
     def places(self, pages: ArrayLike) -> np.ndarray:
         """Return the places of pages, which must be within the sizes."""
-        pages = np.asarray(pages, np.int64)
+        ids: np.ndarray = np.asarray(pages, np.int64)
         if self.count == 1:
-            return pages
-        rows, lanes = np.divmod(pages, self.count)
+            return ids
+        rows, lanes = np.divmod(ids, self.count)
         segments = np.searchsorted(self._ends, rows, side="right")
         starts = self._starts[segments]
-        return self.count * starts + lanes * self._sizes[segments] + rows - starts
+        places: np.ndarray = self.count * starts + lanes * self._sizes[segments] + rows - starts
+        return places
 
     @cached_property
     def _sizes(self) -> np.ndarray:
@@ -58,3 +59,6 @@ class Lanes:
     @cached_property
     def _starts(self) -> np.ndarray:
         return self._ends - self._sizes
+
+
+ONE_LANE = Lanes(())  # of any pool whose pages are at their own ids
