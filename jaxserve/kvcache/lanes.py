@@ -58,7 +58,7 @@ class Lanes:
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        return self._ends - self._sizes
+        return np.cumsum(np.array([0, *self.sizes[:-1]], np.int64))
 
 
 ONE_LANE = Lanes(())  # of any pool whose pages are at their own ids
