@@ -94,7 +94,7 @@ def test_joined_pools_have_the_members_pages_and_grow_shrink_and_move_them(segme
 
 @pytest.mark.skipif(not is_elastic("cpu"), reason="needs the native library and Linux")
 def test_elastic_lanes_take_memory_for_their_own_pages_and_release_their_tails() -> None:
-    room, used, kept = 400_000, 4096, 600
+    room, used, kept = 400_000, 40_000, 10_000
     group = Group((room,), 4)
     page = group.members[0][0][0].nbytes // room
     for start in range(1, used, MOVES[-1]):
