@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels import kv_write, paged_attention, write_and_attend
-from tests.kernels.problems import Problem, Shape, in_segments, make_problem
+from tests.kernels.problems import Problem, Shape, make_problem
 from tests.kernels.test_write_and_attend import problem_of
 
 CUTS = {"2": (2,), "4": (4,), "8": (8,), "unequal": (0.02, 0.04, 0.5, 0.9)}
@@ -25,12 +25,13 @@ SCALE = 0.3
 
 def cut(problem: Problem, cuts: tuple[float, ...]) -> Problem:
     """Return the problem with its pool in equal segments, (number,), or cut after these shares of its pages."""
+    pool = np.asarray(problem.pool[0])
     if len(cuts) > 1:
-        return in_segments(problem, *cuts)
-    count = int(cuts[0])
-    (pool,) = problem.pool
-    pool = jnp.concatenate([pool, pool[: -len(pool) % count]])
-    return replace(problem, pool=tuple(jnp.split(pool, count)))
+        parts = np.split(pool, [int(share * len(pool)) for share in cuts])
+    else:
+        count = int(cuts[0])
+        parts = np.split(np.concatenate([pool, pool[: -len(pool) % count]]), count)
+    return replace(problem, pool=tuple(map(jnp.asarray, parts)))
 
 
 def bits(x) -> np.ndarray:
