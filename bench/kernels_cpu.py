@@ -6,7 +6,7 @@ Measures three parts, of which `--only` selects one:
   products of bfloat16 and int8 numbers (int32 sums, unscaled) serve as a reference. `--group` and `--zero-points`
   choose the format of quantised weights;
 - attention: attention with its KV write, for decode batches and prefill, with the shapes of the 160M and 1.1B models,
-  on the native and the XLA path, with a KV cache in bfloat16 and in int8;
+  on the native and the XLA path, with a KV cache in bfloat16 and in int8. `--segments` divides the pools;
 - kv_write: the KV write alone at two pool sizes, which takes equally long if it happens in place.
 """
 
@@ -199,7 +199,7 @@ def milliseconds(step: Callable[[Pool], Pool], pool: Pool, repeats: int) -> tupl
 
 
 def time_attention(
-    attention: Callable, meta: AttentionMeta, kv_dtype: str, groups: int, pages: int, repeats: int
+    attention: Callable, meta: AttentionMeta, kv_dtype: str, groups: int, segments: Sequence[int], repeats: int
 ) -> tuple[float, float]:
     """Return minimum and median (ms) of one layer's KV write and attention."""
     where = jnp.asarray(slots(meta))
@@ -213,19 +213,19 @@ def time_attention(
         pool = kv_write(pool, k, k, where)
         return pool, attention(q, pool, meta, scale=HEAD_DIM**-0.5)
 
-    pool = kv_pool(pages, KV_HEADS, PAGE_SIZE, HEAD_DIM, kv_dtype)
-    ones = jnp.ones((pages * PAGE_SIZE, KV_HEADS, HEAD_DIM), jnp.bfloat16)
-    pool = kv_write(pool, ones, ones, jnp.arange(pages * PAGE_SIZE))
+    pool = tuple(part for pages in segments for part in kv_pool(pages, KV_HEADS, PAGE_SIZE, HEAD_DIM, kv_dtype))
+    ones = jnp.ones((sum(segments) * PAGE_SIZE, KV_HEADS, HEAD_DIM), jnp.bfloat16)
+    pool = kv_write(pool, ones, ones, jnp.arange(len(ones)))
     return milliseconds(lambda pool: layer(pool, q, k, where, meta)[0], pool, repeats)
 
 
-def report_attention(repeats: int, pages: int, width: int, kv_dtypes: Sequence[str]) -> None:
+def report_attention(repeats: int, segments: Sequence[int], width: int, kv_dtypes: Sequence[str]) -> None:
     """Print decode and prefill for every model, path and KV cache, with the rate at which decode reads."""
-    paths = {"native": native.paged_attention} if native.targets() else {}
+    paths, pages = {"native": native.paged_attention} if native.targets() else {}, sum(segments)
     paths["xla"] = xla_cpu.paged_attention
     print(f"jax {jax.__version__}, {platform.machine()}; minimum and median of {repeats} in ms, one layer, bfloat16")
     for (model, groups), (path, attention), kv in itertools.product(HEADS_PER_KV.items(), paths.items(), kv_dtypes):
-        timed = partial(time_attention, attention, kv_dtype=kv, groups=groups, pages=pages, repeats=repeats)
+        timed = partial(time_attention, attention, kv_dtype=kv, groups=groups, segments=segments, repeats=repeats)
         for rows, context in DECODES:
             least, median = timed(decode_meta(rows, context, pages, width))
             rate = 1e-6 * rows * context / PAGE_SIZE * page_bytes(KV_HEADS, PAGE_SIZE, HEAD_DIM, kv, "cpu") / least
@@ -254,6 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--pages", type=int, default=4608)
+    parser.add_argument("--segments", type=int, default=1, help="equal segments of attention's pools")
     parser.add_argument("--width", type=int, default=1024, help="pages per page table")
     parser.add_argument("--only", choices=["matmul", "attention", "kv_write"], help="measure one part alone")
     parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, help="measure one KV cache alone")
@@ -266,7 +267,8 @@ def main() -> None:
     if args.only in (None, "matmul"):
         report_matmul(args.repeats, args.group, args.zero_points)
     if args.only in (None, "attention"):
-        report_attention(args.repeats, args.pages, args.width, kv_dtypes)
+        segments = [args.pages // args.segments] * args.segments
+        report_attention(args.repeats, segments, args.width, kv_dtypes)
     if args.only in (None, "kv_write"):
         report_kv_write(args.repeats, kv_dtypes)
 

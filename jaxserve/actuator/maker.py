@@ -121,7 +121,7 @@ class InstanceMaker:
             if members > 1 and plan.tp % members == 0 and plan.tp // members >= smallest:
                 self._compile_merge(plan, members, kinds, compiler)
         for pools in dict.fromkeys(self.side(plan).programs):
-            pools.compile(self.side(plan).sizes, 1, compiler, copies=True)
+            pools.compile(self.sizes(plan).kv_lanes, 1, compiler, copies=True)
         for other in self.resolved.plan.instances:
             if other.tp == plan.tp and not other.same_place(plan):
                 self._compile_blocks(plan, [other], kinds, compiler)

@@ -39,7 +39,7 @@ class StepCompiler:
         for stage in stages:
             if stage.layers:
                 pools = self._programs.pools(stage.placement)
-                pools.compile(self._sizes.segments, segments, self._compiler)
+                pools.compile(self._sizes.kv_lanes, segments, self._compiler)
             for layer in stage.distinct_layers:
                 self.compile_layer(stage.placement, layer, segments)
 
@@ -76,7 +76,7 @@ class StepCompiler:
         for shape in self._sizes.buckets.all():
             inputs = self.layer_inputs(place.placement, shape)
             for count in range(1, len(self._sizes.segments) + 1):
-                pages = self._sizes.segments[:count]
+                pages = self._sizes.kv_lanes.arrays(count)
                 pool = _with_sharding(self._programs.pools(place.placement).abstract(pages), place.sharding(POOL))
                 arguments = (*_with_sharding(inputs, place.sharding()), pool)
                 self._compiler.compile(layer.executable, (shape, pages), *arguments, *layer.leaves)
@@ -102,7 +102,7 @@ class StepCompiler:
         carried = self.layer_inputs(placement, shape)[0] if embed is None else self._newest_tokens(placement)
         blocks = (stage.embed, *layers, stage.head)
         leaves = tuple(block.signature().leaves for block in blocks if block is not None)
-        pool = self._programs.pools(placement).abstract(self._sizes.segments[:segments])
+        pool = self._programs.pools(placement).abstract(self._sizes.kv_lanes.arrays(segments))
         return program, (packed, carried, (pool,) * len(layers), leaves)
 
     def layer_inputs(self, placement: Placement, shape: StepShape) -> tuple:
@@ -113,7 +113,7 @@ class StepCompiler:
 
     def _compile_layer(self, placement: Placement, layer: Block, shape: StepShape, segments: int) -> None:
         """Start to compile a decoder layer for a shape and a number of segments of its KV pool."""
-        pages = self._sizes.segments[:segments]
+        pages = self._sizes.kv_lanes.arrays(segments)
         arguments = (*self.layer_inputs(placement, shape), self._programs.pools(placement).abstract(pages))
         self._compiler.compile(layer.executable, (shape, pages), *arguments, *layer.leaves)
 

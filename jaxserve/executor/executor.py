@@ -69,7 +69,7 @@ class BlockExecutor:
         self._inputs = {stage.placement: programs.inputs(stage.placement) for stage in self._stages}
         self._slice_tile, self._normalize = programs.slice_tile(last, buckets.tile), programs.normalize(last)
         self._compiler = compiler or Compiler()
-        sizes = InstanceSizes(buckets, pools.sizes, sampler.max_len)
+        sizes = InstanceSizes(buckets, pools.sizes, sampler.max_len, pools.lanes.count)
         self._ahead = StepCompiler(self._compiler, programs, sizes)
         # The calls of a stage's decoder layers, by the stage's index, the step's shape and the segments of KV pools.
         self._layer_calls: dict[tuple[int, StepShape, int], tuple[Callable, ...]] = {}

@@ -29,9 +29,8 @@ def copy_pages(source: Pools, target: Pools, pages: Mapping[int, int]) -> None:
 def _copy_batch(source: Pools, target: Pools, layer: int, pairs: list[tuple[int, int]]) -> Array:
     ids = np.zeros((2, smallest_holding(MOVES, len(pairs))), np.int32)  # padded with the null pages
     ids[:, : len(pairs)] = np.transpose(pairs)
-    old, new = source[layer], target[layer]
-    sent = _sent(source.programs[layer].take(old, ids[0]), new[0].sharding)
-    target[layer] = target.programs[layer].put(new, sent, ids[1])
+    sent = _sent(source.take(layer, ids[0]), target[layer][0].sharding)
+    target.put(layer, sent, ids[1])
     return sent
 
 

@@ -1,7 +1,8 @@
 """KV pools whose number of pages changes: they grow by segments, and shrink by moving pages out of the tail.
 
 An elastic pool has address space for all pages that it may ever have, so that growing it changes nothing on the device.
-Other pools take memory segment by segment (`kernels.pool_segments`).
+Other pools take memory segment by segment (`kernels.pool_segments`). The pools that several members leave to one
+instance have a lane for each of them (`kvcache.lanes`), so that a segment consists of several arrays.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxserve.compilation.programs import Program, StartsCompiling
-from jaxserve.core.kv_layout import MAX_MOVED_PAGES, segments_covering
+from jaxserve.core.kv_layout import MAX_MOVED_PAGES
 from jaxserve.core.step_shapes import smallest_holding
 from jaxserve.kernels import (
     Pool,
@@ -27,11 +28,12 @@ from jaxserve.kernels import (
     storage_dtype,
     take_pages,
 )
+from jaxserve.kvcache import Lanes
 from jaxserve.parallel.placement import POOL_AXES, Placement, bytes_held
 
 MOVES = (16, MAX_MOVED_PAGES)  # pages that one call moves; padded with moves of the null page to itself
 
-Growth = list[Pool]  # for each layer, the segments to extend its pool by
+Growth = list[Pool]  # for each layer, the arrays to extend its pool by
 AbstractPool = tuple[jax.ShapeDtypeStruct, ...]
 
 
@@ -65,16 +67,17 @@ class PoolPrograms:
         made = self._make.executables.get(pages)
         return (self._make(pages) if made is None else made(),)
 
-    def move(self, pool: Pool, pairs: list[tuple[int, int]]) -> Pool:
-        """Return the pool with some pages copied to others, at most `MOVES[-1]`."""
+    def move(self, pool: Pool, pairs: np.ndarray) -> Pool:
+        """Return the pool with pages pairs[:, 0] copied to pages pairs[:, 1], at most `MOVES[-1]`."""
         size = smallest_holding(MOVES, len(pairs))
         ids = np.zeros((2, size), np.int32)
-        ids[:, : len(pairs)] = np.transpose(pairs)
+        ids[:, : len(pairs)] = pairs.T
         return self._move.at((pages_of(pool), size))(pool, *ids)
 
-    def release(self, pool: Pool, pages: int) -> Pool:
-        """Return the pool without the memory of the pages from `pages` on, whose contents become undefined."""
-        return self._release.at(pages_of(pool))(pool, np.array([pages, pool[0].shape[0]], np.int32))
+    def release(self, pool: Pool, kept: Sequence[int]) -> Pool:
+        """Return the pool with the memory of the first kept[i] pages of each array i; the others become undefined."""
+        sizes = pages_of(pool)
+        return self._release.at(sizes)(pool, np.array([kept, sizes], np.int32).T)
 
     def take(self, pool: Pool, ids: np.ndarray) -> jax.Array:
         """Return the contents of pages i32[N], where N is one of `MOVES`."""
@@ -89,21 +92,21 @@ class PoolPrograms:
         for size in dict.fromkeys(sizes):
             compiler.compile(self._make, size, static=(size,))
 
-    def compile(self, sizes: Sequence[int], present: int, compiler: StartsCompiling, *, copies: bool = False) -> None:
-        """Start to compile the programs of a pool with `present` segments of these sizes, and with more of them.
+    def compile(self, lanes: Lanes, present: int, compiler: StartsCompiling, *, copies: bool = False) -> None:
+        """Start to compile the programs of a pool with `present` of its segments, and with more of them.
 
         `copies`: also those that copy pages to other pools and from them.
         """
-        self.compile_segments(sizes, compiler)
-        for count in range(present, len(sizes) + 1):
-            pool = self.abstract(sizes[:count])
+        self.compile_segments(lanes.sizes, compiler)
+        for count in range(present, len(lanes.sizes) + 1):
+            pool = self.abstract(lanes.arrays(count))
             for size in MOVES:
                 ids, (contents,) = jax.ShapeDtypeStruct((size,), np.int32), self.abstract((size,))
                 compiler.compile(self._move, (pages_of(pool), size), pool, ids, ids)
                 if copies:
                     compiler.compile(self._take, (pages_of(pool), size), pool, ids)
                     compiler.compile(self._put, (pages_of(pool), size), pool, contents, ids)
-            compiler.compile(self._release, pages_of(pool), pool, jax.ShapeDtypeStruct((2,), np.int32))
+            compiler.compile(self._release, pages_of(pool), pool, jax.ShapeDtypeStruct((len(pool), 2), np.int32))
 
     def _reserve(self, pages: int) -> jax.Array:
         return reserving(self._shape(pages), self._dtype, self.sharding)()
@@ -111,7 +114,7 @@ class PoolPrograms:
     def _program(
         self, operation: Callable[..., Any], operands: int, *, contents: bool = False, in_place: bool = True
     ) -> Program:
-        """Return a program of a pool, perhaps the contents of pages, and `operands` vectors of page ids.
+        """Return a program of a pool, perhaps the contents of pages, and `operands` arrays of page ids.
 
         It works on each device's own part of the pool, in place unless it only reads.
         """
@@ -131,20 +134,29 @@ class PoolPrograms:
 class Pools:
     """The KV pools of an instance's decoder layers, in order.
 
-    All pools have segments of the same sizes. Methods that change them are called between two steps and only dispatch:
-    steps that were dispatched before use the pages as they were.
+    All pools have segments of the same sizes and the same number of lanes. Methods take page ids, and `PoolPrograms`
+    takes places. Methods that change pools are called between two steps and only dispatch: steps that were dispatched
+    before use the pages as they were.
     """
 
-    def __init__(self, programs: Sequence[PoolPrograms], sizes: Sequence[int], pools: Sequence[Pool] | None = None):
+    def __init__(
+        self,
+        programs: Sequence[PoolPrograms],
+        sizes: Sequence[int],
+        pools: Sequence[Pool] | None = None,
+        *,
+        lanes: int = 1,
+    ):
         """Make the first segment of every pool with the programs of each layer, or take existing `pools`.
 
-        `sizes` holds the pages of all segments that a pool may have.
+        `sizes` holds the pages of one lane in all segments that a pool may have.
         """
-        self.programs, self.sizes = tuple(programs), tuple(sizes)
+        self.programs, self.sizes, self.lanes = tuple(programs), tuple(sizes), Lanes(tuple(sizes), lanes)
         self._make = tuple(programs.make for programs in self.programs)
-        self._pools = [make(self.sizes[0]) for make in self._make] if pools is None else list(pools)
+        layers = range(len(self.programs))
+        self._pools = [self._segment(layer, self.sizes[0]) for layer in layers] if pools is None else list(pools)
         for pool in self._pools:
-            assert pages_of(pool) == self.sizes[: len(pool)], "segments are taken in order"
+            assert pages_of(pool) == self.lanes.arrays(len(pool) // lanes), "segments are taken in order"
 
     def __len__(self) -> int:
         return len(self._pools)
@@ -168,12 +180,12 @@ class Pools:
     @property
     def segments(self) -> int:
         """The present number of segments of each pool."""
-        return len(self._pools[0]) if self._pools else 1
+        return len(self._pools[0]) // self.lanes.count if self._pools else 1
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """The numbers of pages of the present segments, which the programs of steps depend on."""
-        return self.sizes[: self.segments]
+        """The numbers of pages of the present arrays of each pool, which the programs of steps depend on."""
+        return self.lanes.arrays(self.segments)
 
     @property
     def nbytes(self) -> int:
@@ -186,13 +198,13 @@ class Pools:
 
         Any thread may call this. Steps do not see the segments before `extend`.
         """
-        sizes = self.sizes[self.segments : segments_covering(self.sizes, pages)]
+        sizes = self.sizes[self.segments : self.lanes.segments_covering(pages)]
         growth: Growth = []
         try:
             for layer in range(len(self)):
                 growth.append(())
                 for size in sizes:
-                    growth[layer] += self._make[layer](size)
+                    growth[layer] += self._segment(layer, size)
             jax.block_until_ready(growth)
         except BaseException:
             free(growth)
@@ -211,17 +223,26 @@ class Pools:
         changed.
         """
         self.move(moves)  # in all layers before any page is released
-        kept = segments_covering(self.sizes, pages)
+        segments = min(self.lanes.segments_covering(pages), self.segments)
+        kept, arrays = self.lanes.rows_below(pages, segments), segments * self.lanes.count
         for layer, pool in enumerate(self._pools):
-            self._pools[layer] = self.programs[layer].release(pool[:kept], pages)
-            free([pool[kept:]])
+            self._pools[layer] = self.programs[layer].release(pool[:arrays], kept)
+            free([pool[arrays:]])
 
     def move(self, moves: Mapping[int, int]) -> None:
         """Copy pages as `moves` (source: target) says. No target is also a source."""
-        pairs, batch = list(moves.items()), MOVES[-1]
+        pairs, batch = self.lanes.places(list(moves.items())), MOVES[-1]
         for layer in range(len(self)):
             for start in range(0, len(pairs), batch):
                 self._pools[layer] = self.programs[layer].move(self._pools[layer], pairs[start : start + batch])
+
+    def take(self, layer: int, pages: np.ndarray) -> jax.Array:
+        """Return the contents of pages i32[N] of a layer, where N is one of `MOVES`."""
+        return self.programs[layer].take(self._pools[layer], self._places(pages))
+
+    def put(self, layer: int, contents: jax.Array, pages: np.ndarray) -> None:
+        """Write `contents` to the pages i32[N] of a layer, where N is one of `MOVES`."""
+        self._pools[layer] = self.programs[layer].put(self._pools[layer], contents, self._places(pages))
 
     def give_up(self) -> None:
         """Forget all pools, whose memory belongs to others from now on."""
@@ -236,14 +257,21 @@ class Pools:
         """Run the compiled programs of a layer's pool without effect: the null page moves and no page is released."""
         programs, pool = self.programs[layer], self._pools[layer]
         for size in MOVES:
-            pool = programs.move(pool, [(0, 0)] * size)
-        self._pools[layer] = programs.release(pool, pool[0].shape[0])
+            pool = programs.move(pool, np.zeros((size, 2), np.int32))
+        self._pools[layer] = programs.release(pool, pages_of(pool))
         for size in set(self.sizes[1:]):
             free([self._make[layer](size)])
 
     def close(self) -> None:
         """Free the memory of all pools."""
         free(self._pools)
+
+    def _segment(self, layer: int, size: int) -> Pool:
+        """Return the arrays of one segment, one for each lane."""
+        return tuple(chain.from_iterable(self._make[layer](size) for _ in range(self.lanes.count)))
+
+    def _places(self, pages: np.ndarray) -> np.ndarray:
+        return self.lanes.places(pages).astype(np.int32)
 
 
 def free(pools: Iterable[Pool]) -> None:
@@ -253,5 +281,5 @@ def free(pools: Iterable[Pool]) -> None:
 
 
 def pages_of(pool: Pool | AbstractPool) -> tuple[int, ...]:
-    """Return the pages of each segment of a pool."""
+    """Return the pages of each array of a pool."""
     return tuple(segment.shape[0] for segment in pool)

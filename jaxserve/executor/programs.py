@@ -17,6 +17,7 @@ from jaxserve.executor.fused import FusedPrograms
 from jaxserve.executor.kv_exchange import KVExchange, Side
 from jaxserve.executor.outputs import unit_length
 from jaxserve.executor.pools import PoolPrograms
+from jaxserve.kvcache import Lanes
 from jaxserve.parallel.placement import Placement
 from jaxserve.sampling.programs import SamplerPrograms
 
@@ -26,8 +27,14 @@ class InstanceSizes:
     """The sizes of an instance that the shapes of its programs follow from."""
 
     buckets: Buckets
-    segments: tuple[int, ...]  # pages of each segment that its KV pools may have
+    segments: tuple[int, ...]  # pages of one lane in each segment that its KV pools may have
     max_len: int  # tokens of a sequence
+    lanes: int = 1  # of its KV pools
+
+    @property
+    def kv_lanes(self) -> Lanes:
+        """The lanes of its KV pools."""
+        return Lanes(self.segments, self.lanes)
 
 
 class Programs:

@@ -6,12 +6,21 @@ of the page tables.
 """
 
 from jaxserve.kernels.attention import AttentionMeta, paged_attention, write_and_attend
-from jaxserve.kernels.elastic import GRANULE, committed_bytes, is_elastic, move_pages, release_pages, reserving
+from jaxserve.kernels.elastic import (
+    GRANULE,
+    committed_bytes,
+    is_elastic,
+    move_pages,
+    put_pages,
+    release_pages,
+    reserving,
+    take_pages,
+)
 from jaxserve.kernels.grouped_matmul import grouped_matmul
 from jaxserve.kernels.kv import kv_pool, kv_write, page_bytes, pool_shape, storage_dtype
 from jaxserve.kernels.matmul import AllReduce, matmul
 from jaxserve.kernels.operands import DeferredNorm, DeferredSwiGLU, LeftOperand, value_of
-from jaxserve.kernels.pool_segments import Pool, put_pages, take_pages
+from jaxserve.kernels.pool_segments import Pool
 from jaxserve.kernels.rope import HeadNorms, ProjectedQKV
 
 __all__ = [

@@ -6,7 +6,7 @@ nothing is copied or compiled again. On other platforms the same functions work,
 does nothing. The only elastic platform is CPU on Linux with the native kernels.
 
 Pools are segments [P, ...] (`kernels.pool_segments`): pages are the first axis and contiguous in memory, also on each
-device of a sharding. An elastic pool has one segment.
+device of a sharding. Each segment of an elastic pool has address space of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,9 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, Sharding
 from jax.typing import DTypeLike
 
+from jaxserve.kernels import pool_segments
 from jaxserve.kernels.native import kv as native
-from jaxserve.kernels.pool_segments import Pool, put_pages, take_pages
+from jaxserve.kernels.pool_segments import Pool
 
 GRANULE = 2 << 20  # bytes: the largest unit in which an elastic pool takes memory or gives it back
 
@@ -57,16 +58,37 @@ def reserving(shape: Sequence[int], dtype: DTypeLike, sharding: NamedSharding) -
     return jax.shard_map(reserve, mesh=sharding.mesh, in_specs=(), out_specs=sharding.spec, check_vma=False)
 
 
-def release_pages(pool: Pool, pages: Array) -> Pool:
-    """Return the pool without the memory of pages[0] to pages[1] - 1 (i32[2]), whose contents become undefined.
+def release_pages(pool: Pool, ranges: Array) -> Pool:
+    """Return the pool without the memory of pages ranges[s, 0] to ranges[s, 1] - 1 (i32[S, 2]) of each segment s.
 
-    This works in place if the caller donates the pool. Programs that were dispatched before still read the pages. Only
-    whole pages of the operating system are given back, so that neighbours keep their contents. On a platform that is
-    not elastic nothing happens. For a sharded pool, call it with each device's part (`jax.shard_map`).
+    A segment's pages are counted from its own first one. Their contents become undefined. This works in place if the
+    caller donates the pool. Programs that were dispatched before still read the pages. Only whole pages of the
+    operating system are given back, so that neighbours keep their contents. On a platform that is not elastic nothing
+    happens. For a sharded pool, call it with each device's part (`jax.shard_map`).
     """
-    if len(pool) > 1 or not native.supports_elastic_pools():
+    if not native.supports_elastic_pools():
         return pool
-    return (lax.platform_dependent(*pool, pages, cpu=native.release_pages, default=_unchanged),)
+    return lax.platform_dependent(pool, ranges, cpu=native.release_pages, default=_unchanged)
+
+
+def take_pages(pool: Pool, pages: Array) -> Array:
+    """Return the contents [N, ...] of pages i32[N], which must be in the pool.
+
+    Where pools are elastic no other page is read, because a page that was only read would count as memory in use.
+    """
+    if not native.supports_elastic_pools():
+        return pool_segments.take_pages(pool, pages)
+    return lax.platform_dependent(pool, pages, cpu=native.take_pages, default=pool_segments.take_pages)
+
+
+def put_pages(pool: Pool, contents: Array, pages: Array) -> Pool:
+    """Return the pool with `contents` [N, ...] as the pages i32[N], which are distinct but for the null page.
+
+    This works in place if the caller donates the pool.
+    """
+    if not native.supports_elastic_pools():
+        return pool_segments.put_pages(pool, contents, pages)
+    return lax.platform_dependent(pool, contents, pages, cpu=native.put_pages, default=pool_segments.put_pages)
 
 
 def move_pages(pool: Pool, source: Array, target: Array) -> Pool:
@@ -100,5 +122,5 @@ def _reserve(shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
     return native.reserve_pool(shape, dtype)
 
 
-def _unchanged(pool: Array, pages: Array) -> Array:
+def _unchanged(pool: Pool, ranges: Array) -> Pool:
     return pool

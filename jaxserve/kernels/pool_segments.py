@@ -1,8 +1,9 @@
 """KV pools of several arrays (segments), with page ids that run through the segments in order.
 
 A pool that cannot take memory page by page (`kernels.elastic`) grows by a segment, so that existing pages are neither
-moved nor copied. A segment of one layer fits into the memory that a smaller variant of a layer leaves free. The segment
-of a page is found by comparing the page's id with the first id of each segment.
+moved nor copied. A segment of one layer fits into the memory that a smaller variant of a layer leaves free. A pool that
+several instances leave to one has the segments of each of them (`kvcache.lanes`). The segment of a page is found by
+comparing the page's id with the first id of each segment.
 """
 
 from collections.abc import Sequence

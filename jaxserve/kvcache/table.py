@@ -4,13 +4,19 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxserve.kvcache.lanes import ONE_LANE, Lanes
 from jaxserve.kvcache.pages import NULL_PAGE
 
 
 class PageTable:
-    """A table int32 [slots, width] of page ids: one row per running sequence, one column per page of a sequence."""
+    """A table int32 [slots, width] of places: one row per running sequence, one column per page of a sequence.
 
-    def __init__(self, slots: int, width: int):
+    A place is what kernels take as a page's id (`kvcache.lanes`). Methods take page ids.
+    """
+
+    def __init__(self, slots: int, width: int, lanes: Lanes = ONE_LANE):
+        """Make a table of null pages. `lanes` are those of the pools."""
+        self.lanes = lanes
         self.rows = np.zeros((slots, width), np.int32)  # NULL_PAGE; a row takes memory at first use
         self._free = list(range(slots - 1, -1, -1))
 
@@ -27,18 +33,19 @@ class PageTable:
     def take_slot(self, pages: Sequence[int]) -> int:
         """Take a free slot, write `pages` to the start of its row, and return it."""
         slot = self._free.pop()
-        self.rows[slot, : len(pages)] = pages
+        self.rows[slot, : len(pages)] = self.lanes.places(pages)
         return slot
 
     def append(self, slot: int, start: int, pages: Sequence[int]) -> None:
         """Write `pages` into a row from column `start` on."""
-        self.rows[slot, start : start + len(pages)] = pages
+        self.rows[slot, start : start + len(pages)] = self.lanes.places(pages)
 
     def replace_pages(self, moves: Mapping[int, int]) -> None:
-        """Replace each page id that is a key of `moves` by its value, in all rows."""
-        new_ids = np.arange(max(self.rows.max(), *moves, NULL_PAGE) + 1, dtype=np.int32)
-        new_ids[list(moves)] = list(moves.values())
-        self.rows[:] = new_ids[self.rows]
+        """Replace each page that is a key of `moves` by its value, in all rows."""
+        sources = self.lanes.places(list(moves))
+        new_places = np.arange(max(self.rows.max(), sources.max(initial=NULL_PAGE)) + 1, dtype=np.int32)
+        new_places[sources] = self.lanes.places(list(moves.values()))
+        self.rows[:] = new_places[self.rows]
 
     def give_slot(self, slot: int) -> None:
         """Free a slot and clear its row."""

@@ -327,8 +327,8 @@ def test_pages_are_copied_to_the_pools_of_other_devices(source, target, dtype) -
     pages = {page: 149 - page for page in range(1, 140)}
     assert len(pages) > MOVES[-1]
     compiler = Compiler()
-    old.programs[0].compile(old.sizes, old.segments, compiler, copies=True)
-    there.compile(new.sizes, new.segments, compiler, copies=True)
+    old.programs[0].compile(old.lanes, old.segments, compiler, copies=True)
+    there.compile(new.lanes, new.segments, compiler, copies=True)
     compiler.wait()
     at, counter = buffers(new), CompileCounter()
     copy_pages(old, new, pages)

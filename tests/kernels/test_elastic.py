@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxserve.kernels import elastic
-from jaxserve.kernels.elastic import GRANULE, committed_bytes, move_pages, release_pages, reserve
+from jaxserve.kernels.elastic import GRANULE, committed_bytes, move_pages, put_pages, release_pages, reserve, take_pages
 from jaxserve.kernels.native import kv as native
 
 PAGE = (2, 2, 16, 64)  # 8192 bytes of uint16
@@ -16,6 +16,8 @@ DTYPE = jnp.uint16
 
 move = jax.jit(move_pages, donate_argnums=0)
 release = jax.jit(release_pages, donate_argnums=0)
+put = jax.jit(put_pages, donate_argnums=0)
+take = jax.jit(take_pages)
 write = jax.jit(lambda pool, pages, value: pool.at[pages].set(value, mode="drop"), donate_argnums=0)
 
 
@@ -27,7 +29,8 @@ def elastic_cpu(native_kernels) -> None:
 
 
 def span(first: int, last: int) -> np.ndarray:
-    return np.array([first, last], np.int32)
+    """Return the range of pages of a pool of one segment."""
+    return np.array([[first, last]], np.int32)
 
 
 def test_untouched_pool_takes_no_memory(elastic_cpu) -> None:
@@ -66,6 +69,34 @@ def test_pool_memory_grows_with_writes_and_shrinks_with_releases(elastic_cpu) ->
     assert (pool[15_000:16_000] == 9).all()
 
 
+def test_each_segment_takes_memory_for_its_own_pages_alone(elastic_cpu) -> None:
+    """Pages are read, written and moved in segments 1 and 3, and the others stay untouched."""
+    size, count = 20_000, 1000
+    pool = tuple(reserve((size, *PAGE), DTYPE) for _ in range(5))
+    ids = np.arange(size, size + count, dtype=np.int32)
+    contents = jnp.arange(count, dtype=DTYPE)[:, None, None, None, None] + jnp.zeros(PAGE, DTYPE)
+    pool = put(pool, contents, ids)
+    pool = move(pool, ids, ids + 2 * size)
+    assert (take(pool, ids + 2 * size) == contents).all()
+    used = [committed_bytes((segment,)) for segment in pool]
+    assert all(0 <= used[index] - count * PAGE_BYTES <= 4 * GRANULE for index in (1, 3))
+    assert max(used[index] for index in (0, 2, 4)) <= 2 * GRANULE  # their ends
+
+    kept = [[size, size], [count // 2, size], [size, size], [0, size], [size, size]]
+    pool = release(pool, np.array(kept, np.int32))
+    used = [committed_bytes((segment,)) for segment in pool]
+    assert used[1] - count // 2 * PAGE_BYTES <= 4 * GRANULE
+    assert max(used[:1] + used[2:]) <= 4 * GRANULE
+    assert (take(pool, ids[: count // 2]) == contents[: count // 2]).all()
+
+
+@pytest.mark.parametrize("page", [-1, 12])
+def test_pages_outside_an_elastic_pool_are_refused(elastic_cpu, page: int) -> None:
+    pool = tuple(reserve((size, *PAGE), DTYPE) for size in (4, 3, 5))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"page {page} is outside a pool of 12 pages"):
+        jax.block_until_ready(take(pool, np.array([0, page], np.int32)))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 3000))
 def test_release_leaves_all_other_pages_unchanged(first: int, count: int, page_bytes: int) -> None:
@@ -79,7 +110,7 @@ def test_release_leaves_all_other_pages_unchanged(first: int, count: int, page_b
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 2), (3, 2), (2, 6)])
 def test_release_of_pages_outside_the_pool_is_refused(elastic_cpu, first: int, last: int) -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"pages {first} to {last} are outside a pool of 5 pages"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"pages {first} to {last} are outside a segment of 5 pages"):
         jax.block_until_ready(release((reserve((5, *PAGE), DTYPE),), span(first, last)))
 
 
@@ -117,14 +148,15 @@ def test_page_moves_read_all_pages_before_they_write_any(
 
 @pytest.mark.parametrize("dtype", ["uint16", "float32", "int8"])
 @pytest.mark.parametrize("operation", ["move", "release"])
-def test_page_moves_and_releases_are_in_place_at_any_size(operation: str, dtype: str) -> None:
+@pytest.mark.parametrize("segments", [1, 8])
+def test_page_moves_and_releases_are_in_place_at_any_size(operation: str, dtype: str, segments: int) -> None:
     sizes = []
     for pages in (4096, 65_536):
-        segment = jax.ShapeDtypeStruct((pages, *PAGE), dtype)
-        ids = jax.ShapeDtypeStruct((16,) if operation == "move" else (2,), jnp.int32)
-        lowered = move.lower((segment,), ids, ids) if operation == "move" else release.lower((segment,), ids)
+        pool = (jax.ShapeDtypeStruct((pages // segments, *PAGE), dtype),) * segments
+        ids = jax.ShapeDtypeStruct((16,) if operation == "move" else (segments, 2), jnp.int32)
+        lowered = move.lower(pool, ids, ids) if operation == "move" else release.lower(pool, ids)
         memory = lowered.compile().memory_analysis()
-        assert memory.alias_size_in_bytes == segment.size * segment.dtype.itemsize
+        assert memory.alias_size_in_bytes == sum(segment.size * segment.dtype.itemsize for segment in pool)
         sizes.append(memory.temp_size_in_bytes)
     moved = 16 * PAGE_BYTES * 2 if operation == "move" else 0
     assert max(sizes) <= moved + 4096

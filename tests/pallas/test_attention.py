@@ -81,8 +81,9 @@ def test_gpu_attention_with_other_block_sizes_equals_dense_attention(interpret, 
     [SMALL, replace(SMALL, S=128, W=2), replace(SMALL, kv_dtype="int8")],
     ids=["small pages", "large pages", "int8"],
 )
-def test_gpu_attention_over_pool_segments_equals_dense_attention(interpret, shape):
-    problem = in_segments(problem_on_gpu(shape), 0.2, 0.5, 0.7)
+@pytest.mark.parametrize("shares", [(0.2, 0.5, 0.7), [i / 8 for i in range(1, 8)]], ids=["unequal", "eight"])
+def test_gpu_attention_over_pool_segments_equals_dense_attention(interpret, shape, shares):
+    problem = in_segments(problem_on_gpu(shape), *shares)
     out = paged_attention(problem.q, problem.pool, problem.meta, scale=SCALE, interpret=interpret)
     np.testing.assert_allclose(out.astype(jnp.float32), dense_answer(problem, SCALE, None), atol=2e-2, rtol=0)
 
@@ -141,8 +142,9 @@ def arguments(B, N, Q, K, G, D, S, W, segments=1, kv_dtype="bfloat16"):
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
-def test_gpu_attention_lowers_for_cuda(shape, kv_dtype):
-    q, pool, meta = arguments(*shape, kv_dtype=kv_dtype)
+@pytest.mark.parametrize("segments", [1, 8])
+def test_gpu_attention_lowers_for_cuda(shape, kv_dtype, segments):
+    q, pool, meta = arguments(*shape, segments, kv_dtype)
     assert supports(q, pool)
     assert "mosaic_gpu" in lowered(partial(paged_attention, scale=0.1), q, pool, meta)
 
@@ -156,7 +158,7 @@ def test_gpu_attention_compiles_for_h200_without_a_copy_of_the_pool(compile_for_
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("segments", [1, 2, 5])
+@pytest.mark.parametrize("segments", [1, 2, 5, 8])
 def test_gpu_write_and_attention_leave_the_pool_in_place(compile_for_h200, segments, kv_dtype):
     q, pool, meta = arguments(*REAL["both"], segments, kv_dtype)
     kv = jax.ShapeDtypeStruct((q.shape[0], q.shape[1], q.shape[3]), q.dtype)

@@ -7,15 +7,17 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "pages.h"
+
 namespace jaxserve {
 
 // The operands that all tiles of a call share, with shapes as in jaxserve/kernels/attention.py.
 struct Attention {
-  const void* q;     // [T, K, G, D]
-  const void* pool;  // [P, K, 2, S, R]
-  void* out;         // [T, K, G, D]
-  bool bfloat16;     // whether q and out are bfloat16; otherwise they are float32
-  bool int8;         // whether a row of the pool is D codes and a float32 scale; otherwise it is D numbers of q's type
+  const void* q;  // [T, K, G, D]
+  Pages pool;     // each [K, 2, S, R]
+  void* out;      // [T, K, G, D]
+  bool bfloat16;  // whether q and out are bfloat16; otherwise they are float32
+  bool int8;      // whether a row of the pool is D codes and a float32 scale; otherwise it is D numbers of q's type
   int64_t kv_heads, groups, head_dim, page_size, row_size;
   float scale;
   int64_t window;  // a token sees the last `window` positions, its own included

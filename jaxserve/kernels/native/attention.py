@@ -17,7 +17,7 @@ DIM_MULTIPLE = 16  # two vectors of 8 floats, which AVX2 processes at once
 
 
 def supports(dtype: DTypeLike, head_dim: int, pool: Pool) -> bool:
-    """Return whether the kernels exist and support queries of this dtype and the pool, which has one segment."""
+    """Return whether the kernels exist and support queries of this dtype and the pool."""
     return kv.supports_write(dtype, pool) and head_dim % DIM_MULTIPLE == 0
 
 
@@ -38,7 +38,7 @@ def paged_attention(
     page table, are an error when the step runs.
     """
     call = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
-    return call(q, *pool, *meta, **_attributes(scale, window, max_lanes, matrix_unit))
+    return call(q, *meta, *pool, **_attributes(scale, window, max_lanes, matrix_unit))
 
 
 def write_and_attend(
@@ -57,15 +57,15 @@ def write_and_attend(
     `max_lanes` and `matrix_unit` apply to attention, as in `paged_attention`. Slots outside the pool are an error when
     the step runs.
     """
-    (segment,) = pool
     tokens, heads, parts, head_dim = qkv.parts.shape
     out = jax.ShapeDtypeStruct((tokens, heads, parts - 2, head_dim), qkv.parts.dtype)
-    written = jax.ShapeDtypeStruct(segment.shape, segment.dtype)
-    call = jax.ffi.ffi_call(WRITE_AND_ATTEND, (out, written), input_output_aliases={4: 1})
     norms, eps = ((), 0) if qkv.norms is None else ((qkv.norms.q, qkv.norms.k), qkv.norms.eps)
-    operands = (qkv.parts, qkv.cos, qkv.sin, slots, segment, *meta, *norms)
-    out, written = call(*operands, eps=np.float32(eps), **_attributes(scale, window, max_lanes, matrix_unit))
-    return out, (written,)
+    operands = (qkv.parts, qkv.cos, qkv.sin, slots, *meta)
+    aliases = {len(operands) + index: 1 + index for index in range(len(pool))}
+    call = jax.ffi.ffi_call(WRITE_AND_ATTEND, (out, *kv.types_of(pool)), input_output_aliases=aliases)
+    attributes = _attributes(scale, window, max_lanes, matrix_unit)
+    out, *written = call(*operands, *pool, *norms, eps=np.float32(eps), **attributes)
+    return out, tuple(written)
 
 
 def _attributes(scale: float, window: int | None, max_lanes: int, matrix_unit: bool) -> dict[str, np.generic | bool]:

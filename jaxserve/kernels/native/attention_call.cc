@@ -62,6 +62,7 @@ Attend chunk_attend([[maybe_unused]] bool matrix_unit, [[maybe_unused]] const At
 // The attention of a step. An item is a tile and a kv head. Tiles with the most work come first: tiles of prompts, then decode
 // rows.
 struct Job final : Shared {
+  Pool pool;
   Attention attention;
   Attend decode_attend, chunk_attend;
   std::vector<Tile> tiles;
@@ -126,10 +127,13 @@ struct Limits {
   bool matrix_unit;
 };
 
-// Computes the attention of a step: `all_tokens` rows of q, padding included, over a pool of `pages` pages.
-ffi::Error attend(const Attention& attention, int64_t all_tokens, int64_t pages, const Meta& meta, Limits limits) {
+// Computes the attention of a step: `all_tokens` rows of q, padding included, over a pool whose addresses `attention` lacks.
+ffi::Error attend(Attention attention, int64_t all_tokens, Pool pool, const Meta& meta, Limits limits) {
   auto job = std::make_shared<Job>();
+  job->pool = std::move(pool);
+  attention.pool = job->pool.addresses();
   job->attention = attention;
+  const int64_t pages = job->pool.pages;
   const Attend best = best_attend(limits.max_lanes, attention);
   job->decode_attend = decode_attend(attention, best);
   job->chunk_attend = chunk_attend(limits.matrix_unit, attention, best);
@@ -167,38 +171,43 @@ ffi::Error attend(const Attention& attention, int64_t all_tokens, int64_t pages,
   return ffi::Error::Success();
 }
 
-ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_pages, Vector decode_lengths,
-                           Table tile_pages, Vector tile_starts, Vector tile_lengths, ffi::Result<ffi::AnyBuffer> out,
-                           float scale, int64_t window, int64_t max_lanes, bool matrix_unit) {
-  const auto shape = q.dimensions(), pool_shape = pool.dimensions();
-  const bool bfloat16 = q.element_type() == ffi::BF16, int8 = pool.element_type() == ffi::S8;
-  const Attention attention = {q.untyped_data(), pool.untyped_data(), out->untyped_data(), bfloat16,      int8, shape[1],
-                               shape[2],         shape[3],            pool_shape[3],       pool_shape[4], scale, window};
-  return attend(attention, shape[0], pool_shape[0], {decode_pages, decode_lengths, tile_pages, tile_starts, tile_lengths},
+ffi::Error paged_attention(ffi::AnyBuffer q, Table decode_pages, Vector decode_lengths, Table tile_pages,
+                           Vector tile_starts, Vector tile_lengths, ffi::RemainingArgs segments,
+                           ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, int64_t max_lanes,
+                           bool matrix_unit) {
+  Pool pool;
+  auto error = pool.read(segments, segments.size());
+  if (error.failure()) return error;
+  const auto shape = q.dimensions();
+  const bool bfloat16 = q.element_type() == ffi::BF16, int8 = pool.type == ffi::S8;
+  const Attention attention = {q.untyped_data(), {},       out->untyped_data(), bfloat16,      int8,  shape[1],
+                               shape[2],         shape[3], pool.shape[3],       pool.shape[4], scale, window};
+  return attend(attention, shape[0], std::move(pool), {decode_pages, decode_lengths, tile_pages, tile_starts, tile_lengths},
                 {max_lanes, matrix_unit});
 }
 
 using Angles = ffi::Buffer<ffi::F32, 2>;
 
-// Normalises (if `norms` has two weights) and rotates the queries and keys of [T, K, G + 2, D], writes keys and values to the pool,
+// Normalises (if there are norms) and rotates the queries and keys of [T, K, G + 2, D], writes keys and values to the pool,
 // and computes attention. Queries are stored in the buffer of the outputs, because every kernel reads a tile's queries before it
-// writes the tile's outputs.
-ffi::Error write_and_attend(ffi::AnyBuffer qkv, Angles cos, Angles sin, Slots slots, ffi::AnyBuffer pool,
-                            Table decode_pages, Vector decode_lengths, Table tile_pages, Vector tile_starts,
-                            Vector tile_lengths, ffi::RemainingArgs norms, ffi::Result<ffi::AnyBuffer> out,
-                            ffi::Result<ffi::AnyBuffer> written, float scale, int64_t window, int64_t max_lanes,
-                            bool matrix_unit, float eps) {
+// writes the tile's outputs. The remaining operands are the segments of the pool, and then either no norms or two weights.
+ffi::Error write_and_attend(ffi::AnyBuffer qkv, Angles cos, Angles sin, Slots slots, Table decode_pages,
+                            Vector decode_lengths, Table tile_pages, Vector tile_starts, Vector tile_lengths,
+                            ffi::RemainingArgs pool_and_norms, ffi::Result<ffi::AnyBuffer> out,
+                            ffi::RemainingRets written, float scale, int64_t window, int64_t max_lanes, bool matrix_unit,
+                            float eps) {
   auto writing = std::make_shared<Writing>();
-  auto error = prepare_writing(*writing, qkv, slots, pool, written->untyped_data());
+  auto error = prepare_writing(*writing, qkv, slots, pool_and_norms, written);
   if (error.failure()) return error;
   const int64_t angles = writing->tokens * (writing->dims / 2);
   if (writing->dims % 2 || static_cast<int64_t>(cos.element_count()) != angles ||
       static_cast<int64_t>(sin.element_count()) != angles) {
     return ffi::Error::InvalidArgument("write_and_attend: cosines and sines must be [T, D / 2]");
   }
-  for (size_t i = 0; i < norms.size(); ++i) {
-    const auto weight = norms.get<ffi::AnyBuffer>(i);
-    if (norms.size() != 2 || !weight.has_value() || weight->element_type() != qkv.element_type() ||
+  const size_t segments = written.size(), norms = pool_and_norms.size() - segments;
+  for (size_t i = 0; i < norms; ++i) {
+    const auto weight = pool_and_norms.get<ffi::AnyBuffer>(segments + i);
+    if (norms != 2 || !weight.has_value() || weight->element_type() != qkv.element_type() ||
         static_cast<int64_t>(weight->element_count()) != writing->dims) {
       return ffi::Error::InvalidArgument("write_and_attend: norms must have two weights [D] with the dtype of queries and keys");
     }
@@ -209,10 +218,10 @@ ffi::Error write_and_attend(ffi::AnyBuffer qkv, Angles cos, Angles sin, Slots sl
   writing->sin = sin.typed_data();
   writing->queries = static_cast<char*>(out->untyped_data());
   Writing::run(writing);
-  const Attention attention = {out->untyped_data(), pool.untyped_data(), out->untyped_data(), writing->bfloat16,
-                               writing->int8,       writing->heads,      writing->groups,     writing->dims,
-                               writing->page_tokens, pool.dimensions()[4], scale,             window};
-  return attend(attention, writing->tokens, pool.dimensions()[0],
+  const Attention attention = {out->untyped_data(),  {},                     out->untyped_data(), writing->bfloat16,
+                               writing->int8,        writing->heads,         writing->groups,     writing->dims,
+                               writing->page_tokens, writing->pool.shape[4], scale,               window};
+  return attend(attention, writing->tokens, writing->pool,
                 {decode_pages, decode_lengths, tile_pages, tile_starts, tile_lengths}, {max_lanes, matrix_unit});
 }
 
@@ -232,12 +241,12 @@ size_t scratch_floats(const Attention& a, int64_t tokens) {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_paged_attention, jaxserve::paged_attention,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<jaxserve::Table>()
                                   .Arg<jaxserve::Vector>()
                                   .Arg<jaxserve::Table>()
                                   .Arg<jaxserve::Vector>()
                                   .Arg<jaxserve::Vector>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
@@ -250,7 +259,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_write_and_attend, jaxserve::write_and_att
                                   .Arg<jaxserve::Angles>()
                                   .Arg<jaxserve::Angles>()
                                   .Arg<jaxserve::Slots>()
-                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<jaxserve::Table>()
                                   .Arg<jaxserve::Vector>()
                                   .Arg<jaxserve::Table>()
@@ -258,7 +266,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_write_and_attend, jaxserve::write_and_att
                                   .Arg<jaxserve::Vector>()
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
+                                  .RemainingRets()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("max_lanes")

@@ -84,9 +84,10 @@ class Blocks {
     const int64_t left = t.start + t.length - from;
     rows.count = static_cast<int>(left < kBlock ? left : kBlock);
     const int64_t half = a_.page_size * a_.row_size;
+    const Pages pool = a_.pool;  // a copy that the loop's writes cannot change
     int64_t page = from / a_.page_size, within = from % a_.page_size;
     for (int i = 0; i < rows.count; ++page, within = 0) {
-      const P* key = static_cast<const P*>(a_.pool) + (t.pages[page] * a_.kv_heads + t.head) * 2 * half + within * a_.row_size;
+      const P* key = reinterpret_cast<const P*>(page_address(pool, t.pages[page])) + t.head * 2 * half + within * a_.row_size;
       const int64_t here = a_.page_size - within, end = rows.count - i < here ? rows.count : i + here;
       for (; i < end; ++i, key += a_.row_size) rows.keys[i] = key, rows.values[i] = key + half;
     }

@@ -1,7 +1,7 @@
-"""KV pools as custom calls: the write of keys and values, and memory that is committed page by page.
+"""KV pools as custom calls: the write of keys and values, copies of pages, and memory that is committed page by page.
 
-The write is in kv.h and kv_call.cc. An elastic pool takes memory at the first write to a page, and gives it back on
-request (pool_call.cc).
+The write is in kv.h and kv_call.cc, the rest in pool_call.cc. An elastic pool takes memory at the first write to a
+page, and gives it back on request. All calls work on pools of any number of segments.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve.core.numeric import ceil_div
-from jaxserve.kernels.native.library import KV_WRITE, RELEASE_PAGES, RESERVE_POOL, targets
+from jaxserve.kernels.native.library import KV_WRITE, PUT_PAGES, RELEASE_PAGES, RESERVE_POOL, TAKE_PAGES, targets
 from jaxserve.kernels.pool_segments import Pool
 
 POOLS = {"bfloat16": (jnp.uint16, jnp.int8), "float32": (jnp.float32, jnp.int8)}
@@ -23,8 +23,8 @@ POOLS = {"bfloat16": (jnp.uint16, jnp.int8), "float32": (jnp.float32, jnp.int8)}
 
 
 def supports_write(dtype: DTypeLike, pool: Pool) -> bool:
-    """Return whether the native write exists and supports keys of this dtype in this pool, which has one segment."""
-    return len(pool) == 1 and pool[0].dtype in POOLS.get(jnp.dtype(dtype).name, ()) and KV_WRITE in targets()
+    """Return whether the native write exists and supports keys of this dtype in this pool."""
+    return pool[0].dtype in POOLS.get(jnp.dtype(dtype).name, ()) and KV_WRITE in targets()
 
 
 def kv_write(pool: Pool, kv: Array, slots: Array) -> Pool:
@@ -32,14 +32,12 @@ def kv_write(pool: Pool, kv: Array, slots: Array) -> Pool:
 
     A slot outside the pool is an error when the step runs.
     """
-    (segment,) = pool
-    result = jax.ShapeDtypeStruct(segment.shape, segment.dtype)
-    return (jax.ffi.ffi_call(KV_WRITE, result, input_output_aliases={0: 0})(segment, kv, slots),)
+    return _in_place(KV_WRITE, pool, kv, slots)
 
 
 def supports_elastic_pools() -> bool:
     """Return whether the library has the calls, and released memory reads as zeros on this operating system."""
-    return sys.platform == "linux" and {RESERVE_POOL, RELEASE_PAGES} <= targets()
+    return sys.platform == "linux" and {RESERVE_POOL, RELEASE_PAGES, TAKE_PAGES, PUT_PAGES} <= targets()
 
 
 def reserve_pool(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -47,15 +45,28 @@ def reserve_pool(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     return jax.ffi.ffi_call(RESERVE_POOL, jax.ShapeDtypeStruct(shape, dtype))()
 
 
-def release_pages(pool: Array, pages: Array) -> Array:
-    """Return the pool [P, ...], in place, without the memory of pages[0] to pages[1] - 1 (i32[2]).
+def release_pages(pool: Pool, ranges: Array) -> Pool:
+    """Return the pool, in place, without the memory of ranges[s, 0] to ranges[s, 1] - 1 (i32[S, 2]) of each segment s.
 
     The caller must donate the pool. The contents of the pages are undefined afterwards: zeros where whole pages of the
-    operating system were given back, and unchanged at the edges. A range outside the pool, and an unsupported platform,
-    are errors when the call runs.
+    operating system were given back, and unchanged at the edges. A range outside a segment, and an unsupported
+    platform, are errors when the call runs.
     """
-    result = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
-    return jax.ffi.ffi_call(RELEASE_PAGES, result, input_output_aliases={0: 0})(pool, pages)
+    return _in_place(RELEASE_PAGES, pool, ranges)
+
+
+def take_pages(pool: Pool, pages: Array) -> Array:
+    """Return the contents [N, ...] of pages i32[N]. A page outside the pool is an error when the call runs."""
+    result = jax.ShapeDtypeStruct((*pages.shape, *pool[0].shape[1:]), pool[0].dtype)
+    return jax.ffi.ffi_call(TAKE_PAGES, result)(pages, *pool)
+
+
+def put_pages(pool: Pool, contents: Array, pages: Array) -> Pool:
+    """Return the pool, in place, with `contents` [N, ...] as the pages i32[N].
+
+    The caller must donate the pool. A page outside the pool is an error when the call runs.
+    """
+    return _in_place(PUT_PAGES, pool, pages, contents)
 
 
 def committed_bytes(pool: Array) -> int:
@@ -75,3 +86,14 @@ def committed_bytes(pool: Array) -> int:
             raise OSError(ctypes.get_errno(), "mincore")
         total += int(np.count_nonzero(resident & 1)) * mmap.PAGESIZE
     return total
+
+
+def types_of(pool: Pool) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Return the shapes and dtypes of a pool's segments."""
+    return tuple(jax.ShapeDtypeStruct(segment.shape, segment.dtype) for segment in pool)
+
+
+def _in_place(call: str, pool: Pool, *operands: Array) -> Pool:
+    """Return a pool after a custom call whose last operands, and only results, are its segments."""
+    aliases = {len(operands) + index: index for index in range(len(pool))}
+    return tuple(jax.ffi.ffi_call(call, types_of(pool), input_output_aliases=aliases)(*operands, *pool))

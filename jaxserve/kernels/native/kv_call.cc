@@ -7,9 +7,9 @@ namespace ffi = xla::ffi;
 namespace jaxserve {
 namespace {
 
-ffi::Error kv_write(ffi::AnyBuffer pool, ffi::AnyBuffer numbers, Slots slots, ffi::Result<ffi::AnyBuffer> out) {
+ffi::Error kv_write(ffi::AnyBuffer numbers, Slots slots, ffi::RemainingArgs pool, ffi::RemainingRets written) {
   auto writing = std::make_shared<Writing>();
-  auto error = prepare_writing(*writing, numbers, slots, pool, out->untyped_data());
+  auto error = prepare_writing(*writing, numbers, slots, pool, written);
   if (error.failure()) return error;
   if (writing->groups != 0) return ffi::Error::InvalidArgument("kv_write: operands must have no queries besides keys and values");
   Writing::run(writing);
@@ -22,6 +22,6 @@ ffi::Error kv_write(ffi::AnyBuffer pool, ffi::AnyBuffer numbers, Slots slots, ff
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_kv_write, jaxserve::kv_write,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<jaxserve::Slots>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .RemainingArgs()
+                                  .RemainingRets());

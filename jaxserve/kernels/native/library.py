@@ -17,10 +17,11 @@ ATTENTION, WRITE_AND_ATTEND = "jaxserve_paged_attention", "jaxserve_write_and_at
 KV_WRITE, MATMUL = "jaxserve_kv_write", "jaxserve_matmul"
 DRAW, DRAW_ADJUSTED, LOGPROBS = "jaxserve_draw", "jaxserve_draw_adjusted", "jaxserve_logprobs"
 RESERVE_POOL, RELEASE_PAGES = "jaxserve_reserve_pool", "jaxserve_release_pages"
+TAKE_PAGES, PUT_PAGES = "jaxserve_take_pages", "jaxserve_put_pages"
 CALLS = (
     *(ATTENTION, WRITE_AND_ATTEND, KV_WRITE, MATMUL),
     *(DRAW, DRAW_ADJUSTED, LOGPROBS),
-    *(RESERVE_POOL, RELEASE_PAGES),
+    *(RESERVE_POOL, RELEASE_PAGES, TAKE_PAGES, PUT_PAGES),
 )
 log = logging.getLogger(__name__)
 
