@@ -4,21 +4,29 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import cast
+
+import jax
 
 from jaxserve.actuator.actuator import PlanActuator
 from jaxserve.actuator.apart import ApartInstance
 from jaxserve.actuator.maker import InstanceMaker, Parts
 from jaxserve.actuator.throttle import Throttle
+from jaxserve.control.lane_moves import Trade
 from jaxserve.control.plan import InstancePlan
 from jaxserve.control.transitions import Waits
+from jaxserve.core.block_names import layer_index, layer_name
 from jaxserve.engine.instances import InstanceSet
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState
 from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.kv_exchange import Side
+from jaxserve.executor.lane_exchange import Lane, LaneExchange, LanePlace, Sent, interleaved, traded
 from jaxserve.executor.page_copies import copy_pages
+from jaxserve.executor.pools import Pools, free, pages_of
+from jaxserve.kernels import Pool
 from jaxserve.kvcache import DividedPool, PagePool
 from jaxserve.telemetry import Snapshot, WaitingRoom
 
@@ -57,6 +65,7 @@ class DeviceHost:
         self._gone: list[str] = []  # names of instances that have ended and are not released
         self._ended: dict[StepLoop, PlanActuator] = {}  # these instances with their actuators
         self._apart: dict[StepLoop, ApartInstance] = {}  # instances with layers that their members run apart
+        self._exchanges: dict[StepLoop, LaneExchange] = {}  # by the group, or by the first member of one
         self._front: InstanceSet | None = None
 
     def _are_busy(self) -> bool:
@@ -157,8 +166,9 @@ class DeviceHost:
         placements = [[self._maker.placement(stage) for stage in plan.stages for _ in stage.blocks] for plan in plans]
         for index in range(len(old[0].blocks)):
             before = [executor.blocks[index] for executor in old]
-            for own, devices in zip(made, placements, strict=True):
-                own.append(load(before[0].block, before[0].precision, devices[index]))
+            for own, plan, devices in zip(made, plans, placements, strict=True):
+                block = before[0].block
+                own.append(load(block, plan.precision(block), devices[index]))
                 undo.callback(own[-1].free)
             undo.callback(self._restore, old, before)
             for block in before:
@@ -170,6 +180,126 @@ class DeviceHost:
         load = self._maker.programs.builder.load
         for executor, block in zip(old, before, strict=True):
             executor.replace([load(block.block, block.precision, block.placement)])
+
+    # -- drop and restore
+
+    def drop(
+        self,
+        members: Sequence[StepLoop],
+        trades: Sequence[Trade],
+        plan: InstancePlan,
+        pages: PagePool,
+        undo: ExitStack,
+    ) -> StepLoop:
+        executors = list(map(_executor, members))
+        old = _lanes_of([executor.pools for executor in executors])
+        (blocks,) = self._reload(executors, [plan], undo)
+        new, left = traded(old, trades, self._fresh(old, trades, [plan], undo))
+        side, lanes = self._maker.side(plan), range(plan.lanes)
+        layers = [[new[layer_name(layer), lane] for lane in lanes] for layer in range(len(side.programs))]
+        pools = Pools(side.programs, side.sizes, list(map(interleaved, layers)), lanes=plan.lanes)
+        growth = pools.prepare(plan.kv_pages)
+        undo.callback(free, list(growth))
+        pools.extend(growth)
+        self._hand_over(executors, undo)
+        steps = self._make(plan, Parts(blocks, pools), pages, undo)
+        places = {lane: LanePlace(pools, lane) for lane in lanes}
+        self._begin_exchange(steps, LaneExchange(trades, places, left), undo)
+        return steps
+
+    def restore(
+        self,
+        whole: StepLoop,
+        trades: Sequence[Trade],
+        plans: Sequence[InstancePlan],
+        pages: Sequence[PagePool],
+        undo: ExitStack,
+    ) -> list[StepLoop]:
+        executor = _executor(whole)
+        old = _lanes_of([executor.pools])
+        new, left = traded(old, trades, self._fresh(old, trades, plans, undo))
+        sides = list(map(self._maker.side, plans))
+        pools = [
+            Pools(side.programs, side.sizes, [new[layer_name(layer), lane] for layer in range(len(side.programs))])
+            for lane, side in enumerate(sides)
+        ]
+        blocks = self._reload([executor], plans, undo)
+        self._hand_over([executor], undo)
+        parts = zip(plans, map(Parts, blocks, pools), pages, strict=True)
+        members = [self._make(plan, part, own, undo) for plan, part, own in parts]
+        places = {lane: LanePlace(own, 0) for lane, own in enumerate(pools)}
+        self._begin_exchange(members[0], LaneExchange(trades, places, left), undo)
+        return members
+
+    def _fresh(
+        self,
+        old: Mapping[Lane, Pool],
+        trades: Sequence[Trade],
+        plans: Sequence[InstancePlan],
+        undo: ExitStack,
+    ) -> dict[Lane, Pool]:
+        """Return new arrays for the lanes that get none in return."""
+        fresh: dict[Lane, Pool] = {}
+        for trade in trades:
+            if trade.back is None:
+                lane = trade.move.layer, trade.move.lane
+                plan = plans[0] if len(plans) == 1 else plans[trade.move.lane]
+                programs = self._maker.side(plan).programs[layer_index(trade.move.layer)]
+                fresh[lane] = tuple(chain.from_iterable(programs.make(size) for size in pages_of(old[lane])))
+                undo.callback(free, [fresh[lane]])
+        return fresh
+
+    def _hand_over(self, executors: Sequence[BlockExecutor], undo: ExitStack) -> None:
+        """Let the pools of instances that end belong to others."""
+        for executor in executors:
+            arrays = executor.pools[:]
+            executor.pools.give_up()
+            undo.callback(executor.pools.__setitem__, slice(None), arrays)
+
+    def _begin_exchange(self, steps: StepLoop, exchange: LaneExchange, undo: ExitStack) -> None:
+        self._exchanges[steps] = exchange
+        undo.callback(self._exchanges.pop, steps)
+
+    def stage_layers(self, plans: Sequence[InstancePlan], seconds: float) -> Waits[list[LoadedBlock]]:
+        yield from ()
+        staged: list[LoadedBlock] = []
+        load, throttle = self._maker.programs.builder.load, self._throttle
+        throttle.worked()
+        try:
+            for plan in plans:
+                for stage in plan.stages:
+                    placement = self._maker.placement(stage)
+                    for block in stage.blocks:
+                        staged.append(
+                            load(
+                                block.block,
+                                block.precision,
+                                placement,
+                                between=throttle.worked,
+                                copied=throttle.copied,
+                            )
+                        )
+        except BaseException:
+            self.discard_layers(staged)
+            raise
+        return staged
+
+    def discard_layers(self, staged: Sequence[LoadedBlock] | None) -> None:
+        for block in staged or ():
+            block.free()
+
+    def send(self, instances: Sequence[StepLoop], rows: Sequence[int]) -> Sent:
+        return self._exchanges[instances[0]].send(rows)
+
+    def arrival(self, sent: Sent, seconds: float) -> Waits[None]:
+        yield from ()
+        jax.block_until_ready(sent.contents)
+
+    def receive(self, instances: Sequence[StepLoop], sent: Sent) -> None:
+        self._exchanges[instances[0]].receive(sent)
+
+    def end_exchange(self, instances: Sequence[StepLoop]) -> None:
+        self._exchanges.pop(instances[0]).close()
 
     # -- merge and split layer by layer (`control.gradual.GradualHost`)
 
@@ -285,6 +415,16 @@ def _end(steps: StepLoop) -> None:
     steps.core.metrics.end()
     steps.core.close()
     _executor(steps).end()
+
+
+def _lanes_of(pools: Sequence[Pools]) -> dict[Lane, Pool]:
+    """Return the arrays of each lane of instances, numbered one instance after another."""
+    lanes = ((own, lane) for own in pools for lane in range(own.lanes.count))
+    return {
+        (layer_name(layer), number): own.lane(layer, lane)
+        for number, (own, lane) in enumerate(lanes)
+        for layer in range(len(own))
+    }
 
 
 def _side(executor: BlockExecutor) -> Side:

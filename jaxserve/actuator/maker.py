@@ -62,8 +62,8 @@ class InstanceMaker:
 
     def sizes(self, plan: InstancePlan) -> InstanceSizes:
         """Return the sizes that the shapes of an instance's programs follow from."""
-        resolved, degree = self.resolved, plan.tp
-        return InstanceSizes(resolved.buckets_of(degree), resolved.segments(degree), resolved.max_len(degree))
+        limits = self.resolved.limits.limits_of(plan.tp, plan.lanes)
+        return InstanceSizes(limits.shapes, self.resolved.segments(plan.tp), limits.max_len, plan.lanes)
 
     def placement(self, stage: StagePlan) -> Placement:
         """Return the devices of a stage."""

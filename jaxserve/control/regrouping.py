@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from jaxserve.control.exchange import ExchangeHost, PageExchange
 from jaxserve.control.gradual import GradualRegroup
+from jaxserve.control.lane_moves import Trade, lane_moves, reverse, trades
 from jaxserve.control.ledger import DeviceEntries, DeviceLedgers
 from jaxserve.control.movement import lane_movement, movement
 from jaxserve.control.plan import InstancePlan, PlanInForce
@@ -68,15 +69,23 @@ class InstanceHost(ExchangeHost, Protocol):
         """Return the instances that one becomes: the reverse of `merge`."""
         ...
 
-    def drop(self, members: Sequence[Any], plan: InstancePlan, pages: PagePool, undo: ExitStack) -> GroupedInstance:
+    def drop(
+        self, members: Sequence[Any], trades: Sequence[Trade], plan: InstancePlan, pages: PagePool, undo: ExitStack
+    ) -> GroupedInstance:
         """Return an instance on the devices of its members, each with the part of its layers that `plan` says.
 
-        Its pages have the ids of `JoinedIds`. Those that other devices keep now have no contents before the exchange.
+        The devices trade the arrays of `trades`. Pages have the ids of `JoinedIds`. Those that other devices keep from
+        now on have no contents before the exchange.
         """
         ...
 
     def restore(
-        self, whole: Any, plans: Sequence[InstancePlan], pages: Sequence[PagePool], undo: ExitStack
+        self,
+        whole: Any,
+        trades: Sequence[Trade],
+        plans: Sequence[InstancePlan],
+        pages: Sequence[PagePool],
+        undo: ExitStack,
     ) -> Sequence[GroupedInstance]:
         """Return the instances with all layers that a group becomes: the reverse of `drop`."""
         ...
@@ -238,7 +247,7 @@ class Regrouping:
             if kind.joins:
                 made = [self._join(kind, before, ending, regroup.after[0], moves, undo)]
             elif kind.parts:
-                made, homeless = self._part(kind, ending[0], regroup.after, moves, undo)
+                made, homeless = self._part(kind, before[0], ending[0], regroup.after, moves, undo)
             else:
                 made = [self.host.open(plan, staged[plan.name], undo) for plan in regroup.after]
                 targets = [*made, *map(self.host.instance, others)]
@@ -282,7 +291,7 @@ class Regrouping:
         pages = PagePool.joined(pools, min_pages=least, max_pages=limits.max_pages, lanes=ids.lanes)
         if kind is Kind.DROP:
             pages.grow(plan.kv_pages - pages.num_pages)
-            whole = self.host.drop(members, plan, pages, undo)
+            whole = self.host.drop(members, trades(lane_moves(before, plan)), plan, pages, undo)
         else:
             whole = self.host.merge(members, plan, pages, undo)
         for index, states in enumerate(taken):
@@ -292,6 +301,7 @@ class Regrouping:
     def _part(
         self,
         kind: Kind,
+        before: InstancePlan,
         whole: GroupedInstance,
         plans: Sequence[InstancePlan],
         moves: RequestMoves,
@@ -309,8 +319,10 @@ class Regrouping:
         sides.carry_out(pool, requests, lambda pages: self.host.move_pages(whole, pages))
         least = min(limits.min_pages, pool.num_pages // count)
         pools = pool.parted(count, min_pages=least, max_pages=limits.max_pages)
-        make = self.host.restore if kind is Kind.RESTORE else self.host.split
-        parts = list(make(whole, plans, pools, undo))
+        if kind is Kind.RESTORE:
+            parts = list(self.host.restore(whole, trades(reverse(lane_moves(plans, before))), plans, pools, undo))
+        else:
+            parts = list(self.host.split(whole, plans, pools, undo))
         for index, part in enumerate(parts):
             own = [state for state in states if sides.sides[state.request.id] == index]
             moves.give(part.core, own, partial(ids.own, index), partial(ids.joined, index))

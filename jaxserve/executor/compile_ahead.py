@@ -135,8 +135,7 @@ class StepCompiler:
         return logits
 
     def _newest_tokens(self, placement: Placement) -> jax.ShapeDtypeStruct:
-        slots = self._sizes.buckets.max_num_seqs
-        return jax.ShapeDtypeStruct((slots + 1,), np.int32, sharding=placement.sharding())
+        return jax.ShapeDtypeStruct((self._sizes.slots + 1,), np.int32, sharding=placement.sharding())
 
 
 def _with_sharding(results: Any, sharding: Sharding) -> Any:

@@ -29,12 +29,12 @@ def copy_pages(source: Pools, target: Pools, pages: Mapping[int, int]) -> None:
 def _copy_batch(source: Pools, target: Pools, layer: int, pairs: list[tuple[int, int]]) -> Array:
     ids = np.zeros((2, smallest_holding(MOVES, len(pairs))), np.int32)  # padded with the null pages
     ids[:, : len(pairs)] = np.transpose(pairs)
-    sent = _sent(source.take(layer, ids[0]), target[layer][0].sharding)
+    sent = sent_to(source.take(layer, ids[0]), target[layer][0].sharding)
     target.put(layer, sent, ids[1])
     return sent
 
 
-def _sent(contents: Array, sharding: NamedSharding) -> Array:
+def sent_to(contents: Array, sharding: NamedSharding) -> Array:
     """Return pages on other devices. Between placements of different degrees they go through the host."""
     sources, targets = (list(s.mesh.devices.flat) for s in (contents.sharding, sharding))
     if len(sources) != len(targets):

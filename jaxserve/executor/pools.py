@@ -244,6 +244,16 @@ class Pools:
         """Write `contents` to the pages i32[N] of a layer, where N is one of `MOVES`."""
         self._pools[layer] = self.programs[layer].put(self._pools[layer], contents, self._places(pages))
 
+    def lane(self, layer: int, lane: int) -> Pool:
+        """Return the arrays of one lane of a layer's pool, in which a page is found by its row."""
+        return self._pools[layer][lane :: self.lanes.count]
+
+    def set_lane(self, layer: int, lane: int, pool: Pool) -> None:
+        """Store the arrays of one lane that a program returned."""
+        arrays = list(self._pools[layer])
+        arrays[lane :: self.lanes.count] = pool
+        self._pools[layer] = tuple(arrays)
+
     def give_up(self) -> None:
         """Forget all pools, whose memory belongs to others from now on."""
         self._pools = []

@@ -32,6 +32,11 @@ class InstanceSizes:
     lanes: int = 1  # of its KV pools
 
     @property
+    def slots(self) -> int:
+        """Sequences that may run at once."""
+        return self.lanes * self.buckets.max_num_seqs
+
+    @property
     def kv_lanes(self) -> Lanes:
         """The lanes of its KV pools."""
         return Lanes(self.segments, self.lanes)
@@ -72,7 +77,7 @@ class Programs:
     def sampler(self, placement: Placement, sizes: InstanceSizes) -> SamplerPrograms:
         """Return the programs that sample the tokens of an instance whose last stage has this placement."""
         model = self.builder.config
-        own = {"slots": sizes.buckets.max_num_seqs, "max_len": sizes.max_len}
+        own = {"slots": sizes.slots, "max_len": sizes.max_len}
         shared = {"vocab": model.vocab_rows, "top_logprobs": self._top_logprobs, "backend": model.kernel_backend}
         make = partial(SamplerPrograms, placement, **own, **shared)
         return self._once(("sampler", placement, *own.values()), make)

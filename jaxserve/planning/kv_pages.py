@@ -58,7 +58,9 @@ def with_kv_pages(spec: EngineSpec, limits: Resources) -> Resources:
     fitting = {each: min(most[-1], each.members * sum(segments)) for each, most in usable.items()}
     most = {config.tp: max_pages} | {each.degree: max(fitting[each], each.members * max_pages) for each in merged}
     limits = _with_degrees(spec, limits, most, sum(segments))
-    of_groups = [group_limits(limits.degrees[0], each.members, fitting[each]) for each in groups]
+    of_groups = [
+        group_limits(limits.degrees[0], each.members, max(fitting[each], each.members * max_pages)) for each in groups
+    ]
     return replace(limits, degrees=(*limits.degrees, *of_groups))
 
 

@@ -19,7 +19,7 @@ from jaxserve.core.kv_layout import exchanged_pages
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import BITS
 from jaxserve.core.step_shapes import Buckets
-from jaxserve.kvcache import PagePool, PageTable
+from jaxserve.kvcache import Lanes, PagePool, PageTable
 from jaxserve.planning.kv_pages import with_kv_pages, within_start
 from jaxserve.planning.rooms import rooms_of
 from jaxserve.planning.spec import MANUAL, EngineSpec, changes_layers
@@ -145,7 +145,7 @@ class MemoryPlan:
         config, of_instance = self.config, self.limits.limits_of(instance.tp, instance.lanes)
         buckets = of_instance.shapes
         width = max(ceil_div(of_instance.max_len, config.page_size), *buckets.widths)
-        table = PageTable(of_instance.slots, width)
+        table = PageTable(of_instance.slots, width, Lanes(self.segments(instance.tp), instance.lanes))
         pages = pages or PagePool(
             instance.stages[0].kv_pages,
             caching=config.prefix_caching,

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import cast
 
+from jaxserve.control.lane_moves import Trade
 from jaxserve.control.movement import Movement, kv_movement, movement
 from jaxserve.control.plan import InstancePlan
 from jaxserve.control.resources import Resources
@@ -80,11 +81,23 @@ class SimHost:
     def discard_layers(self, staged: None) -> None:
         pass
 
-    def drop(self, members: Sequence[SimInstance], plan: InstancePlan, pages: PagePool, undo: ExitStack) -> SimInstance:
+    def drop(
+        self,
+        members: Sequence[SimInstance],
+        trades: Sequence[Trade],
+        plan: InstancePlan,
+        pages: PagePool,
+        undo: ExitStack,
+    ) -> SimInstance:
         return self._maker.make(plan, pages)
 
     def restore(
-        self, whole: SimInstance, plans: Sequence[InstancePlan], pages: Sequence[PagePool], undo: ExitStack
+        self,
+        whole: SimInstance,
+        trades: Sequence[Trade],
+        plans: Sequence[InstancePlan],
+        pages: Sequence[PagePool],
+        undo: ExitStack,
     ) -> list[SimInstance]:
         return [self._maker.make(plan, own) for plan, own in zip(plans, pages, strict=True)]
 

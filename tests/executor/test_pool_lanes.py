@@ -13,7 +13,7 @@ from jaxserve.executor.page_copies import copy_pages
 from jaxserve.executor.pools import MOVES, PoolPrograms, Pools
 from jaxserve.kernels import GRANULE, committed_bytes, is_elastic
 from jaxserve.kernels.native import kv as native
-from jaxserve.kvcache import joined_page
+from jaxserve.kvcache import JoinedIds
 from jaxserve.parallel.placement import Placement
 
 LAYERS = 2
@@ -48,7 +48,7 @@ class Group:
             for layer in range(LAYERS):
                 values = rng.normal(size=(len(ids), *pools[layer][0].shape[1:])).astype(np.float32)
                 pools.put(layer, values, ids)
-                joined = (joined_page(self.count, member, page) for page in pages)
+                joined = (JoinedIds.of_equal(self.count).joined(member, page) for page in pages)
                 self.contents |= {(layer, page): value for page, value in zip(joined, values, strict=True)}
 
     def joined(self) -> Pools:
@@ -107,7 +107,7 @@ def test_elastic_lanes_take_memory_for_their_own_pages_and_release_their_tails()
 
     assert committed()[1] >= used * page
     assert max(committed()[:1] + committed()[2:]) <= 2 * GRANULE, "the ends of the address space"
-    source, target = joined_page(4, 1, used - 1), joined_page(4, 3, 5)
+    source, target = JoinedIds.of_equal(4).joined(1, used - 1), JoinedIds.of_equal(4).joined(3, 5)
     pools.shrink({source: target}, 4 * kept)
     assert kept * page <= committed()[1] <= kept * page + 4 * GRANULE
     assert max(committed()[:1] + committed()[2:]) <= 4 * GRANULE

@@ -5,7 +5,7 @@ from itertools import accumulate
 import numpy as np
 from hypothesis import given, strategies as st
 
-from jaxserve.kvcache import Lanes, PageTable, joined_page
+from jaxserve.kvcache import JoinedIds, Lanes, PageTable
 
 counts = st.integers(1, 8)
 sizes = st.lists(st.integers(1, 20), min_size=1, max_size=5).map(tuple)
@@ -17,7 +17,7 @@ def test_page_of_a_member_is_its_own_row_of_the_members_lane(sizes: tuple[int, .
     arrays = np.split(np.arange(count * sum(sizes)), list(accumulate(lanes.arrays(len(sizes))))[:-1])
     for member in range(count):
         places = np.concatenate(arrays[member::count])  # the member's own pool, as it was before
-        pages = [joined_page(count, member, page) for page in range(sum(sizes))]
+        pages = [JoinedIds.of_equal(count).joined(member, page) for page in range(sum(sizes))]
         np.testing.assert_array_equal(lanes.places(pages), places)
 
 

@@ -153,7 +153,9 @@ class PagedHost:
     def discard_layers(self, staged: Any) -> None:
         self.layers_held -= staged is not None
 
-    def drop(self, members: Sequence[StepLoop], plan: InstancePlan, pages: PagePool, undo: ExitStack) -> StepLoop:
+    def drop(
+        self, members: Sequence[StepLoop], trades: Any, plan: InstancePlan, pages: PagePool, undo: ExitStack
+    ) -> StepLoop:
         self.before("drop")
         ids = JoinedIds(tuple(self._service.plan.instance(member.core.name).lanes for member in members))
         contents = empty(plan)
@@ -166,7 +168,12 @@ class PagedHost:
         return made
 
     def restore(
-        self, whole: StepLoop, plans: Sequence[InstancePlan], pages: Sequence[PagePool], undo: ExitStack
+        self,
+        whole: StepLoop,
+        trades: Any,
+        plans: Sequence[InstancePlan],
+        pages: Sequence[PagePool],
+        undo: ExitStack,
     ) -> list[StepLoop]:
         contents, made = pages_of(whole).reshape(-1, len(plans), PAGE), []
         rows = {page for pool in pages for page in pool.occupied}

@@ -89,7 +89,7 @@ class ParamDropPolicy:
     def _required(self, view: ServiceView, plan: Plan) -> int:
         """Return the KV pages that waiting sequences lack beside all that are free; 0 if none lacks any."""
         seen = [_seen(view, instance) for instance in plan.instances]
-        total, used = (sum(getattr(each, name) for each in seen) for name in ("kv_pages_total", "kv_pages_used"))
+        free = sum(each.kv_pages_total - each.kv_pages_used for each in seen)
         waiting = [each for each in seen if each.num_waiting > each.num_deferred]
         if not waiting or max(each.oldest_wait for each in waiting) < self.settings.drop_wait:
             return 0
@@ -98,7 +98,7 @@ class ParamDropPolicy:
         size = self._resources.page_size
         # Each of them also begins a page for its answer.
         demand = sum(ceil_div(each.waiting_tokens, size) + each.num_waiting for each in waiting)
-        return max(0, demand - (total - used))
+        return max(0, demand - free)
 
     def _drop(self, view: ServiceView, plan: Plan, state: DropState, required: int) -> PlanProposal[DropState]:
         words = f"waiting sequences lack {required} KV pages"
