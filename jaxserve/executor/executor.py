@@ -71,6 +71,7 @@ class BlockExecutor:
         self._compiler = compiler or Compiler()
         sizes = InstanceSizes(buckets, pools.sizes, sampler.max_len)
         self._ahead = StepCompiler(self._compiler, programs, sizes)
+        self._no_tokens: Array | None = None  # on the first of several stages
         # The calls of a stage's decoder layers, by the stage's index, the step's shape and the segments of KV pools.
         self._layer_calls: dict[tuple[int, StepShape, int], tuple[Callable, ...]] = {}
 
@@ -324,10 +325,16 @@ class BlockExecutor:
         return self._layer_calls[key]
 
     def _newest_tokens(self, stage: Stage) -> Array:
-        """Return the sampler's newest tokens on the devices of a stage."""
+        """Return the tokens that rows of a step may name which the host does not know yet: the sampler's newest ones.
+
+        With several stages the host knows all tokens, so that no step waits for another one's sampler.
+        """
         if len(self._stages) == 1:
             return self.sampler.newest
-        return jax.device_put(self.sampler.newest, stage.placement.sharding())
+        if self._no_tokens is None:
+            nothing = np.zeros(self.sampler.newest.shape, self.sampler.newest.dtype)
+            self._no_tokens = jax.device_put(nothing, stage.placement.sharding())
+        return self._no_tokens
 
     def _score_prompts(self, work: Work, shape: StepShape, out: ForwardOutput) -> dict[int, list[Logprobs]]:
         """Return log-probabilities of the prompt tokens that follow the tokens of each chunk that asks for them."""

@@ -12,6 +12,7 @@ from operator import attrgetter, itemgetter
 
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.request import Sequence, SequenceStatus
+from jaxserve.core.step_load import StepLoad
 from jaxserve.core.work import Chunk, Work
 from jaxserve.kvcache import DividedPool, PagePool, PageTable, page_hashes
 from jaxserve.scheduler.routing import tokens_needed
@@ -59,6 +60,12 @@ class Scheduler:
         tiles = self._continue_prefills(chunks, self.limits.max_tiles)
         self._admit(chunks, tiles)
         return Work(step, tuple(decodes), tuple(chunks))
+
+    def ended(self) -> None:
+        """Note that the oldest step in flight has ended, of which the sequences have their tokens."""
+
+    def use_step_times(self, seconds: Callable[[StepLoad], float] | None) -> None:
+        """Take what steps are expected to take under the plan in force (s), None if it is unknown."""
 
     def steady_steps(self) -> int:
         """Return a lower bound on the number of next steps that decode exactly the sequences that run now.
@@ -313,15 +320,19 @@ class Scheduler:
         return tiles
 
     def _admit(self, chunks: list[Chunk], tiles: int) -> None:
-        while tiles > 0 and len(self.running) < self.max_running:
-            sequence = self._waiting.first
-            if sequence is None or sequence.num_inflight:
-                return  # a preempted one whose last token is still in flight comes first
-            if not self._take_pages(sequence) and not self._take_back_shared_pages(sequence):
-                return
-            self._waiting.remove(sequence)
-            self._run(sequence)
+        while tiles > 0 and (sequence := self._admit_next()) is not None:
             tiles -= self._add_chunk(chunks, sequence, tiles)
+
+    def _admit_next(self) -> Sequence | None:
+        """Let the first waiting sequence run and return it, if there is a slot for it and pages for all its tokens."""
+        sequence = self._waiting.first
+        if sequence is None or sequence.num_inflight or len(self.running) >= self.max_running:
+            return None  # a preempted one whose last token is still in flight comes first
+        if not self._take_pages(sequence) and not self._take_back_shared_pages(sequence):
+            return None
+        self._waiting.remove(sequence)
+        self._run(sequence)
+        return sequence
 
     def _take_pages(self, sequence: Sequence) -> bool:
         """Take pages, cached ones first, for all tokens of a waiting sequence. Return whether enough were free."""
