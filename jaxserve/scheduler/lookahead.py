@@ -16,6 +16,7 @@ from jaxserve.scheduler.chunk_cost import ChunkCost
 LEAST_REST = 0.1  # of a microbatch; a smaller rest makes the others larger instead of being one by itself
 CLOSE = 1.05  # costs within this factor count as equal
 ROUNDS = 10  # in which shares are corrected
+TRIES = 4  # numbers of microbatches that are tried until each fits into a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def lookahead(
     if parts <= 1 and limits.fits(batch):
         return [batch]
     shares = _shares(max(parts, _steps_needed(batch, limits)))
-    for _ in range(len(shares) + 1):
+    for _ in range(TRIES):
         found = _divided(batch, cost, limits, shares)
         if all(map(limits.fits, found)):
             return found
