@@ -57,7 +57,8 @@ class ChunkCost:
     def errors(self, attended: Sequence[float] | Floats, tokens: Sequence[float], seconds: Sequence[float]) -> Floats:
         """Return the relative errors of steps, each with its pairs that attention multiplies and its tokens."""
         predicted = self.a * np.array(attended, float) + self.b * np.array(tokens, float) + self.g
-        return np.abs(predicted / np.array(seconds, float) - 1)
+        errors: Floats = np.abs(predicted / np.array(seconds, float) - 1)
+        return errors
 
     @classmethod
     def fit(cls, prefixes: Sequence[float], lengths: Sequence[float], seconds: Sequence[float]) -> "ChunkCost":
