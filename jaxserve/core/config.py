@@ -278,6 +278,15 @@ class EngineConfig:
             "tokens: tokens.",
         ),
     ] = "lookahead"
+    microbatch_cost: Annotated[
+        str | None,
+        Option(
+            "Scheduling",
+            "a,b,g of the time that lookahead predicts for a chunk of c tokens after p tokens, in seconds: "
+            "a (p c + c^2 + c) + b c + g.",
+            default="from the step times that are measured for the policy, else from the model's sizes",
+        ),
+    ] = None
     # -- parallelism
     tp: Annotated[
         int, Option("Parallelism", "Tensor parallelism: number of devices that share every layer.", in_terminal=True)

@@ -40,6 +40,7 @@ class EngineOptions(TypedDict, total=False):
     max_queued_tokens: int
     overlap: bool
     microbatches: Microbatches
+    microbatch_cost: str | None
     tp: int
     pp: int
     dp: int

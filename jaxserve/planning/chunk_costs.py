@@ -1,11 +1,31 @@
-"""The cost of a chunk that is assumed while no step was measured: from the sizes of the model alone."""
+"""The cost of a chunk by which microbatches are formed: the user's, or one that follows from the model's sizes."""
 
-from jaxserve.core.config import ModelConfig
+from math import isfinite
+
+from jaxserve.core.config import EngineConfig, ModelConfig
+from jaxserve.core.errors import ConfigError
 from jaxserve.scheduler.chunk_cost import ChunkCost
 
 # Tokens that multiply as long as a step takes that has hardly any, mostly to read the weights: the rate of a processor
 # over the bandwidth of its memory, for weights of two bytes.
 FIXED_TOKENS = {"cpu": 32, "gpu": 256, "tpu": 256}
+
+
+def given_chunk_cost(config: EngineConfig) -> ChunkCost | None:
+    """Return the cost that the user gives, None without one. Raise `ConfigError` if it is not one."""
+    text = config.microbatch_cost
+    if text is None:
+        return None
+    try:
+        a, b, g = (float(number) for number in text.split(","))
+    except ValueError:
+        a, b, g = -1.0, -1.0, -1.0
+    if not (all(isfinite(number) and number >= 0 for number in (a, b, g)) and b > 0):
+        raise ConfigError(
+            f"microbatch_cost is {text!r}: it must be three numbers a,b,g of at least 0 with b above 0, such as "
+            "1e-9,2e-5,4e-3"
+        )
+    return ChunkCost(a, b, g)
 
 
 def assumed_chunk_cost(model: ModelConfig, platform: str) -> ChunkCost:

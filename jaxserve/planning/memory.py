@@ -21,7 +21,7 @@ from jaxserve.core.precision import BITS
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import steps_in_flight
 from jaxserve.kvcache import PagePool, PageTable
-from jaxserve.planning.chunk_costs import assumed_chunk_cost
+from jaxserve.planning.chunk_costs import assumed_chunk_cost, given_chunk_cost
 from jaxserve.planning.kv_pages import with_kv_pages, within_start
 from jaxserve.planning.rooms import rooms_of
 from jaxserve.planning.spec import MANUAL, EngineSpec, changes_layers
@@ -72,7 +72,7 @@ class MemoryPlan:
     ledgers: DeviceLedgers
     limits: Resources  # of plans on these devices
     sizes: ModelSizes
-    chunk_cost: ChunkCost  # by which microbatches are formed while step times are unknown
+    chunk_cost: ChunkCost  # by which microbatches are formed, while step times are unknown unless the user gave it
 
     @property
     def ledger(self) -> Ledger:
@@ -173,6 +173,7 @@ class MemoryPlan:
             table,
             microbatches=steps_in_flight(stages),
             cost=self.chunk_cost,
+            measured=config.microbatch_cost is None,
             by_tokens=config.microbatches == "tokens",
         )
 
@@ -269,7 +270,7 @@ def plan_memory(
         ledgers=_ledgers(plan, limits),
         limits=limits,
         sizes=sizes,
-        chunk_cost=assumed_chunk_cost(of_degree(config.tp).config, spec.platform),
+        chunk_cost=given_chunk_cost(config) or assumed_chunk_cost(of_degree(config.tp).config, spec.platform),
     )
 
 

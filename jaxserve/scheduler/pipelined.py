@@ -28,16 +28,17 @@ class PipelinedScheduler(Scheduler):
         *,
         microbatches: int,
         cost: ChunkCost,
+        measured: bool = True,
         by_tokens: bool = False,
     ):
-        """`microbatches`: the number of steps in flight at most. `cost` holds until step times are known.
+        """`microbatches`: the number of steps in flight at most. `cost` holds until step times are known if `measured`.
 
         With `by_tokens`, microbatches have equally many tokens instead of equal cost.
         """
         super().__init__(limits, pages, table)
         self.microbatches = microbatches
         self.cost = self._default_cost = cost
-        self._by_tokens = by_tokens
+        self._measured, self._by_tokens = measured, by_tokens
         self._in_flight: deque[float] = deque()  # the costs of the steps in flight
 
     def schedule(self, step: int, now: float) -> Work:
@@ -54,9 +55,12 @@ class PipelinedScheduler(Scheduler):
         self._in_flight.popleft()
 
     def use_step_times(self, seconds: Callable[[StepLoad], float] | None) -> None:
-        budget = self.limits.max_tiles * self.limits.tile
-        measured = None if seconds is None else ChunkCost.of_steps(seconds, budget)
-        self.cost = measured if measured is not None and measured.b > 0 else self._default_cost
+        if not self._measured:
+            return
+        self.cost = self._default_cost
+        if seconds is not None:
+            found = ChunkCost.of_steps(seconds, self.limits.max_tiles * self.limits.tile)
+            self.cost = found if found.b > 0 else self._default_cost
 
     def steady_steps(self) -> int:
         return 0

@@ -70,6 +70,7 @@ class ClusterOptions:
     max_num_seqs: Annotated[int | None, SERVE["max_num_seqs"]] = None
     max_num_batched_tokens: Annotated[int | None, SERVE["max_num_batched_tokens"]] = None
     microbatches: Annotated[Microbatches | None, SERVE["microbatches"]] = None
+    microbatch_cost: Annotated[str | None, SERVE["microbatch_cost"]] = None
     max_queued_requests: Annotated[int | None, SERVE["max_queued_requests"]] = None
     max_queued_tokens: Annotated[int | None, SERVE["max_queued_tokens"]] = None
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from jaxserve.core.request import Sequence
 from jaxserve.core.step_load import StepLoad
 from jaxserve.core.work import Work
-from jaxserve.kvcache import PageTable
+from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import SchedulerLimits
 from jaxserve.scheduler.chunk_cost import ChunkCost
 from jaxserve.scheduler.pipelined import PipelinedScheduler
@@ -186,3 +186,11 @@ def test_forced_tokens_are_computed_as_a_chunk() -> None:
     checked.run()
     assert isinstance(sequence, Sequence)
     assert len(sequence.tokens) == sequence.max_total
+
+
+def test_a_cost_that_the_user_gives_stays() -> None:
+    limits = SchedulerLimits(4, 4, TILE, PAGE)
+    pages, table = PagePool(20), PageTable(4, 20)
+    scheduler = PipelinedScheduler(limits, pages, table, microbatches=3, cost=COST, measured=False)
+    scheduler.use_step_times(lambda load: 1.0 + load.tokens)
+    assert scheduler.cost == COST
