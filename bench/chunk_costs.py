@@ -26,6 +26,7 @@ from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.scheduler.chunk_cost import ChunkCost
 
 HELD_OUT = 5  # every fifth case
+LEAST = 3  # steps of a case; the time of one that was seen less often may be another program's
 FLOOR = 3  # first token that prompts may have
 Case = tuple[str, int, int]  # kind of the step, pairs of tokens that attention multiplies, tokens
 Cost = Callable[[float, float], float]
@@ -60,12 +61,13 @@ class Load:
     def run(self) -> None:
         """Compute every case once, in random order."""
         cases = [(prefix, length) for prefix in self._prefixes for length in self._lengths]
-        self._random.shuffle(cases)
-        self._serve([(self._shared, 1)])  # in the prefix cache from now on
-        for prefix, length in cases:
+        counted = [(prefix, length, 2 + number % 4) for number, (prefix, length) in enumerate(cases)]
+        self._random.shuffle(counted)
+        self._serve([([*self._shared, FLOOR], 1)])  # in the prefix cache from now on
+        for prefix, length, count in counted:
             self._serve([(self._shared[:prefix] + self._tokens(length), 1)])
-            count = self._random.randint(2, 5)
-            self._serve([(self._shared[:prefix] + self._tokens(max(1, length // count)), 1)] * count)
+            each = max(1, length // count)
+            self._serve([(self._shared[:prefix] + self._tokens(each), 1) for _ in range(count)])
         for running in (1, 4, 12):
             answer = 2 * len(self._lengths)
             self._serve([(self._tokens(40), answer)] * running, arriving=self._lengths)
@@ -73,7 +75,7 @@ class Load:
     def _serve(self, requests: Sequence[tuple[list[int], int]], arriving: Sequence[int] = ()) -> None:
         """Answer requests, each of (prompt, tokens of the answer). A prompt arrives after every second step."""
         for prompt, answer in requests:
-            self._add([*prompt[:-1], *self._tokens(1)], answer)
+            self._add(prompt, answer)
         waiting = list(arriving)
         while not self._engine.idle:
             for _ in range(2):
@@ -97,7 +99,7 @@ def cases_of(steps: Sequence[Step]) -> dict[Case, float]:
         seconds[kind(step), step.prefill + step.context + step.sequences, step.prompt_tokens + step.sequences].append(
             step.ended - start
         )
-    return {case: min(times) for case, times in seconds.items()}
+    return {case: min(times) for case, times in seconds.items() if len(times) >= LEAST}
 
 
 def kind(step: Step) -> str:
