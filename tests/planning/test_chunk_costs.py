@@ -16,7 +16,7 @@ def test_the_cost_that_the_user_gives_is_parsed() -> None:
 
 @pytest.mark.parametrize("text", ["", "1,2", "1,2,3,4", "a,b,c", "1e-9,0,1e-3", "-1,1,1", "1,inf,1", "nan,1,1"])
 def test_other_text_is_refused_with_its_option(text: str) -> None:
-    with pytest.raises(ConfigError, match="microbatch_cost is .*: it must be three numbers a,b,g"):
+    with pytest.raises(ConfigError, match=r"microbatch_cost is .*: it must be three numbers a,b,g"):
         given_chunk_cost(EngineConfig(microbatch_cost=text))
 
 
