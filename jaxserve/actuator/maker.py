@@ -214,7 +214,8 @@ class InstanceMaker:
             loads=Loads(sizes.buckets),
             cost=None if self.costs is None else self.costs.of(plan),
             capacity=resolved.max_len(plan.tp),
+            stages=len(plan.stages),
             trace=self.tracer,
         )
         log = None if self.step_log is None else InstanceLog(self.step_log, core, sizes.buckets)
-        return StepLoop(core, executor, self.clock, overlap=config.overlap, log=log)
+        return StepLoop(core, executor, self.clock, overlap=config.overlap, stages=len(plan.stages), log=log)

@@ -16,6 +16,7 @@ KernelBackend = Literal["auto", "native", "pallas", "xla"]
 XLA runs every operation that the chosen kernels do not support."""
 MetricsPrefix = Literal["jaxserve", "vllm", "both"]
 """Names of metrics: all under `jaxserve_`; under `vllm:` where vLLM has them, and else under `jaxserve_`; or both."""
+Microbatches = Literal["lookahead", "tokens"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -270,6 +271,23 @@ class EngineConfig:
         ),
     ] = 1_000_000
     overlap: Annotated[bool, Option("Scheduling", "Prepare a step while the device computes the previous one.")] = True
+    microbatches: Annotated[
+        Microbatches,
+        Option(
+            "Scheduling",
+            "What the steps that the stages of --pp compute at once have equally much of: lookahead: predicted time; "
+            "tokens: tokens.",
+        ),
+    ] = "lookahead"
+    microbatch_cost: Annotated[
+        str | None,
+        Option(
+            "Scheduling",
+            "a,b,g of the time that lookahead predicts for a chunk of c tokens after p tokens, in seconds: "
+            "a (p c + c^2 + c) + b c + g.",
+            default="from the step times that are measured for the policy, else from the model's sizes",
+        ),
+    ] = None
     # -- parallelism
     tp: Annotated[
         int, Option("Parallelism", "Tensor parallelism: number of devices that share every layer.", in_terminal=True)

@@ -87,3 +87,11 @@ class Executor(Protocol):
     def settle(self) -> None:
         """Wait until everything that is being prepared in the background is ready for the next step."""
         ...
+
+
+def steps_in_flight(stages: int, *, overlap: bool = True) -> int:
+    """Return how many steps of an instance are in flight at most, after a dispatch and before the oldest is fetched.
+
+    While the host works on the tokens of a step, every stage has another one to compute.
+    """
+    return stages + 1 if overlap else 1

@@ -63,14 +63,15 @@ class EngineCore:
         loads: Loads | None = None,
         cost: InstanceCost | None = None,
         capacity: int | None = None,
+        stages: int = 1,
         trace: abc.Callable[[EndedRequest], None] | None = None,
     ):
         """`index`, `name`: of the instance (default: its index). `salt`: the plan's name in the prefix cache.
 
         `plan_fields`: the fields of the snapshot that follow from the plan. `cost`: the step times under the plan, of
         loads computed by `loads`; None if they are unknown. `capacity`: the tokens, prompt included, that the instance
-        promises to hold of a sequence, by default those of the service. `trace` is called with each request that has
-        ended.
+        promises to hold of a sequence, by default those of the service. `stages`: of the instance. `trace` is called
+        with each request that has ended.
         """
         self.scheduler = scheduler
         self.info = info
@@ -82,7 +83,8 @@ class EngineCore:
         self.index = index
         self.capacity = info.max_model_len if capacity is None else capacity
         self.trace = trace
-        self._counters = EngineCounters(scheduler, self.metrics, plan_fields, StepTimes(loads, cost))
+        self._counters = EngineCounters(scheduler, self.metrics, plan_fields, StepTimes(loads, cost, stages=stages))
+        scheduler.use_step_times(None if cost is None else cost.seconds)
         self.metrics.follow(self.report)
         self._caching = scheduler.pages.caching
         self._seeds = np.random.default_rng(seed)
@@ -164,6 +166,7 @@ class EngineCore:
         Requests in flight continue. If the name differs, the pages that they compute from now on are not shared.
         """
         self.salt, self._counters.plan_fields, self._counters.times.cost = salt, plan_fields, cost
+        self.scheduler.use_step_times(None if cost is None else cost.seconds)
         for state in self._requests.values():
             for sequence in state.sequences:
                 if sequence.status is not SequenceStatus.FINISHED:
@@ -299,6 +302,7 @@ class EngineCore:
                 self._take_embedding(step, chunk.sequence, index)
             elif chunk.last:
                 self._take_token(step, chunk.sequence, len(work.decodes) + index)
+        self.scheduler.ended()
         self._counters.step(step.generated, work.num_tokens - len(work.decodes), step.gaps)
         self._counters.times.ended(now)
         self._take_snapshot(now)
@@ -382,7 +386,7 @@ class EngineCore:
     def _take_forced_tokens(self, sequence: Sequence, matcher: Matcher) -> int:
         """Append the tokens that the grammar forces, which are computed together, and return their number.
 
-        The step in flight samples the first of them, so that its token is known. Several are a chunk in the next step,
+        A step in flight samples the first of them, so that its token is known. Several are a chunk in the next step,
         which saves this sequence steps, and makes that step longer for all: they must be more than there are sequences.
         Tokens that penalties count, bad words may forbid, or log-probabilities are asked for are sampled one by one.
         """
@@ -391,7 +395,7 @@ class EngineCore:
         if one_by_one or sequence.num_generated < params.min_tokens:
             return 0
         forced, count = matcher.forced(), 0
-        for token in forced if len(forced) > len(self.scheduler.running) + 1 else forced[:1]:
+        for token in forced if len(forced) > len(self.scheduler.running) + 1 else forced[: sequence.num_inflight]:
             matcher.accept(token)
             sequence.tokens.append(token)
             count += 1

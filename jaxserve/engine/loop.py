@@ -1,17 +1,22 @@
-"""The step loop of one instance, with one step in flight.
+"""The step loop of one instance, with as many steps in flight as the instance has stages, and one more.
 
-While the device computes step n, the host prepares step n+1. The tokens of step n are fetched after step n+1 has been
-dispatched. If a row of step n+1 may only sample what the tokens of step n allow, as with a grammar, then the sampling
-of step n+1 is dispatched after these were fetched, while the device computes its logits.
+With one stage, the host prepares step n+1 while the device computes step n. The tokens of step n are fetched after
+step n+1 has been dispatched. If a row of step n+1 may only sample what the tokens of step n allow, as with a grammar,
+then the sampling of step n+1 is dispatched after these were fetched, while the device computes its logits.
+
+The stages of a pipeline compute different steps at the same time, its microbatches, and one more waits for the first
+stage. No sequence has two tokens in flight there: every step begins with tokens that the host knows
+(`scheduler.pipelined`).
 """
 
 import queue
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.request import Request, RequestOutput
-from jaxserve.core.work import Executor, PendingStep, Work
+from jaxserve.core.work import Executor, PendingStep, Work, steps_in_flight
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.step_log import InstanceLog
@@ -39,18 +44,24 @@ class StepLoop:
         clock: Clock,
         *,
         overlap: bool = True,
+        stages: int = 1,
         log: InstanceLog | None = None,
     ):
-        """`overlap=False`: fetch each step's tokens before the next step is scheduled. `log`: a log of all steps."""
+        """`overlap=False`: fetch each step's tokens before the next step is scheduled. `log`: a log of all steps.
+
+        `stages`: the stages of the instance. With several of them, the core's scheduler must form microbatches.
+        """
         self.core = core
         self.executor = executor
         self.clock = clock
         self.overlap = overlap
+        self.stages = stages
         self.log = log
         # Makes the owner of the loop run `run_calls` or `step` soon. The owner sets it.
         self.wake: Callback = self.run_calls
         self._calls: queue.SimpleQueue[Callback] = queue.SimpleQueue()
-        self._pending: _Dispatched | None = None
+        self._depth = steps_in_flight(stages, overlap=overlap)
+        self._steps: deque[_Dispatched] = deque()  # on the device, the oldest first
 
     def add(self, request: Request, info: ModelInfo | None = None, *, accepted: bool = False) -> None:
         """Accept a request, as `EngineCore.add`. Raise `RequestError` or `QueueFull` if it is refused."""
@@ -59,30 +70,32 @@ class StepLoop:
             self.log.accepted(request)
 
     def step(self) -> list[RequestOutput]:
-        """Dispatch the next step, and return the outputs of the step before it."""
+        """Dispatch the next step. If nothing more can be in flight, return the outputs of the oldest step."""
         self.run_calls()
-        if not self.overlap:
-            return self._collect(self._dispatch())
-        before, self._pending = self._pending, self._dispatch()
-        outputs = self._collect(before)
-        if self._pending is not None and self._pending.work.sampled_late:
-            self._pending.pending.sample()
+        newest = self._dispatch()
+        outputs: list[RequestOutput] = []
+        if newest is None or len(self._steps) == self._depth:
+            outputs = self._collect()
+        if newest is not None and newest.work.sampled_late:
+            newest.pending.sample()
         return outputs
 
     def drain(self) -> list[RequestOutput]:
-        """End the step on the device without dispatching another one, and return its outputs."""
-        before, self._pending = self._pending, None
-        return self._collect(before)
+        """End the steps on the device without dispatching another one, and return their outputs."""
+        outputs: list[RequestOutput] = []
+        while self._steps:
+            outputs += self._collect()
+        return outputs
 
     @property
     def idle(self) -> bool:
         """True if no request is queued or running and no step is on the device."""
-        return self.core.idle and self._pending is None
+        return not self._steps and self.core.idle
 
     @property
     def in_flight(self) -> bool:
         """True if a step is on the device."""
-        return self._pending is not None
+        return bool(self._steps)
 
     # -- between steps
 
@@ -103,10 +116,10 @@ class StepLoop:
 
     def after_dispatched(self, function: Callback) -> None:
         """Run a function once all dispatched steps have ended. Call between two steps."""
-        if self._pending is None:
-            function()
+        if self._steps:
+            self._steps[-1].afterwards.append(function)
         else:
-            self._pending.afterwards.append(function)
+            function()
 
     def _dispatch(self) -> _Dispatched | None:
         now = self.clock.now()
@@ -114,13 +127,16 @@ class StepLoop:
         if not work:
             return None
         step = _Dispatched(work, self.executor.execute(work), now)
+        self._steps.append(step)
         if self.log is not None:
             self.log.dispatched(work, now, self.clock.now())
         return step
 
-    def _collect(self, step: _Dispatched | None) -> list[RequestOutput]:
-        if step is None:
+    def _collect(self) -> list[RequestOutput]:
+        """End the oldest step on the device, if there is one, and return its outputs."""
+        if not self._steps:
             return []
+        step = self._steps.popleft()
         output = step.pending.fetch()
         for function in step.afterwards:
             function()

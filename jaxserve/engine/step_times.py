@@ -12,15 +12,17 @@ class StepTimes:
     """A count of the seconds of ended steps.
 
     A step takes the time from its begin, or from the end of the previous step if that is later, until its end. In a
-    busy engine these times add up to the time that passes, whether the device or the host is slower.
+    busy engine these times add up to the time that passes, whether the device or the host is slower. The stages of a
+    pipeline compute several steps at once: such a step is expected to take its share of the time.
     """
 
-    def __init__(self, loads: Loads | None = None, cost: InstanceCost | None = None):
+    def __init__(self, loads: Loads | None = None, cost: InstanceCost | None = None, *, stages: int = 1):
         """`cost`: the step times under the plan in force, None if they are unknown. It needs `loads`."""
         self.cost = cost
         self.busy = 0.0  # s that ended steps took
         self.expected = 0.0  # s that the cost of the plan in force at their begin expected of the same steps
         self._loads = loads
+        self._stages = stages
         self._newest = StepLoad(0, 0, 0, 0, 0)  # load of the step that began last
         self._open: deque[tuple[float, float]] = deque()  # (begin, expected s) of the steps that have not ended
         self._last_end = -inf
@@ -30,7 +32,7 @@ class StepTimes:
         expected = 0.0
         if self.cost is not None and self._loads is not None:
             self._newest = self._loads.of(work)
-            expected = self.cost.seconds(self._newest)
+            expected = self.cost.seconds(self._newest) / min(len(self._open) + 1, self._stages)
         self._open.append((now, expected))
 
     def ended(self, now: float) -> None:

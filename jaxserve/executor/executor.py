@@ -27,6 +27,7 @@ from jaxserve.executor.fused import FusedTier, StageKey, StageProgram
 from jaxserve.executor.outputs import DispatchedStep, ForwardOutput, wants_prompt_logprobs
 from jaxserve.executor.pools import Pools
 from jaxserve.executor.programs import InstanceSizes, Programs
+from jaxserve.executor.stage_threads import StageThreads
 from jaxserve.executor.stages import Stage, stages_of
 from jaxserve.kvcache import PageTable
 from jaxserve.sampling.device_sampler import DeviceSampler, Sampled
@@ -71,17 +72,33 @@ class BlockExecutor:
         self._compiler = compiler or Compiler()
         sizes = InstanceSizes(buckets, pools.sizes, sampler.max_len, pools.lanes.count)
         self._ahead = StepCompiler(self._compiler, programs, sizes)
+        on_cpu = self._stages[0].placement.platform == "cpu"
+        self._threads = StageThreads(len(self._stages) if on_cpu else 1)
+        self._no_tokens: Array | None = None  # on the first of several stages
         # The calls of a stage's decoder layers, by the stage's index, the step's shape and the segments of KV pools.
         self._layer_calls: dict[tuple[int, StepShape, int], tuple[Callable, ...]] = {}
 
     def execute(self, work: Work) -> DispatchedStep:
         """Dispatch a step without waiting for it."""
         shape = self.buckets.of(work)
-        out = self._forward(pack(work, shape, self.table.rows, self.page_size), shape)
+        packed, x = pack(work, shape, self.table.rows, self.page_size), None
+        *before, last = range(len(self._stages))
+        for stage in before:
+            x, _ = self._threads.run(stage, self._run_stage, stage, shape, packed, x)
+        return self._threads.run(last, self._finish, last, work, shape, packed, x)
+
+    def _finish(self, stage: int, work: Work, shape: StepShape, packed: np.ndarray, x: Array | None) -> DispatchedStep:
+        """Dispatch the last stage of a step, and what follows from its results."""
+        x, results = self._run_stage(stage, shape, packed, x)
+        out = ForwardOutput(x, *results)
         scores = self._score_prompts(work, shape, out)
         embeds = any(chunk.last and chunk.sequence.request.embed for chunk in work.chunks)
         embeddings = self._normalized(out.hidden) if embeds else None
-        return DispatchedStep(work, lambda: self._sample(work, out.logits), scores, embeddings)
+        if work.sampled_late:
+            sample = partial(self._threads.run, stage, self._sample, work, out.logits)
+        else:
+            sample = partial(self._sample, work, out.logits)
+        return DispatchedStep(work, sample, scores, embeddings)
 
     def start_compiling(self) -> None:
         """Start to compile or load the executables of every shape, in other threads."""
@@ -221,6 +238,7 @@ class BlockExecutor:
 
     def end(self) -> None:
         """Free what belongs to the executor alone, not its blocks and pools. It cannot be used afterwards."""
+        self._threads.close()
         if self._fused is not None:
             self._fused.close()
         self.sampler.close()
@@ -268,22 +286,12 @@ class BlockExecutor:
             sequences = [None if s is None or s.slot < 0 or s.num_known_inflight else s for s in sequences]
         return self.sampler.sample(logits, sequences)
 
-    def _forward(self, packed: np.ndarray, shape: StepShape) -> ForwardOutput:
-        x: Array | None = None
-        for index, stage in enumerate(self._stages):
-            if stage.embed is not None:
-                carried = self._newest_tokens(stage)
-            else:
-                carried = jax.device_put(x, stage.placement.sharding())
-            x, results = self._run_stage(index, stage, shape, packed, carried)
-            if results:
-                return ForwardOutput(x, *results)
-        raise AssertionError("the plan has no head")
-
     def _run_stage(
-        self, index: int, stage: Stage, shape: StepShape, packed: np.ndarray, carried: Array
+        self, index: int, shape: StepShape, packed: np.ndarray, x: Array | None
     ) -> tuple[Array, tuple[Array, ...]]:
-        """Return (x, results of the head) of a stage, fused if that is ready. `carried`: see `StageProgram`."""
+        """Return (x, results of the head) of a stage, fused if that is ready. `x` is that of the stage before."""
+        stage = self._stages[index]
+        carried = self._newest_tokens(stage) if x is None else jax.device_put(x, stage.placement.sharding())
         if self._fused is not None and not any(loaded.apart for loaded in stage.layers):  # they are soon replaced
             key = StageKey(index, shape, stage.executables, self.pools.segments)
             fused = self._fused.find(key) or self._fused.seek(key, partial(self._outline, stage, shape))
@@ -324,10 +332,16 @@ class BlockExecutor:
         return self._layer_calls[key]
 
     def _newest_tokens(self, stage: Stage) -> Array:
-        """Return the sampler's newest tokens on the devices of a stage."""
+        """Return the tokens that rows of a step may name which the host does not know yet: the sampler's newest ones.
+
+        With several stages the host knows all tokens, so that no step waits for another one's sampler.
+        """
         if len(self._stages) == 1:
             return self.sampler.newest
-        return jax.device_put(self.sampler.newest, stage.placement.sharding())
+        if self._no_tokens is None:
+            nothing = np.zeros(self.sampler.newest.shape, self.sampler.newest.dtype)
+            self._no_tokens = jax.device_put(nothing, stage.placement.sharding())
+        return self._no_tokens
 
     def _score_prompts(self, work: Work, shape: StepShape, out: ForwardOutput) -> dict[int, list[Logprobs]]:
         """Return log-probabilities of the prompt tokens that follow the tokens of each chunk that asks for them."""

@@ -19,12 +19,16 @@ from jaxserve.core.kv_layout import exchanged_pages
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import BITS
 from jaxserve.core.step_shapes import Buckets
+from jaxserve.core.work import steps_in_flight
 from jaxserve.kvcache import Lanes, PagePool, PageTable
+from jaxserve.planning.chunk_costs import assumed_chunk_cost, given_chunk_cost
 from jaxserve.planning.kv_pages import with_kv_pages, within_start
 from jaxserve.planning.rooms import rooms_of
 from jaxserve.planning.spec import MANUAL, EngineSpec, changes_layers
 from jaxserve.planning.workspace import DegreeSizes, ModelSizes, PinnedVariants
 from jaxserve.scheduler import Scheduler, SchedulerLimits
+from jaxserve.scheduler.chunk_cost import ChunkCost
+from jaxserve.scheduler.pipelined import PipelinedScheduler
 from jaxserve.telemetry import Snapshot
 
 # Host memory of a server process at its peak, measured on Linux with jax 0.10 and two processors by
@@ -68,6 +72,7 @@ class MemoryPlan:
     ledgers: DeviceLedgers
     limits: Resources  # of plans on these devices
     sizes: ModelSizes
+    chunk_cost: ChunkCost  # by which microbatches are formed, while step times are unknown unless the user gave it
 
     @property
     def ledger(self) -> Ledger:
@@ -152,10 +157,28 @@ class MemoryPlan:
             min_pages=of_instance.min_pages,
             max_pages=of_instance.max_pages,
         )
-        limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, config.page_size)
-        scheduler = Scheduler(limits, pages, table)
+        limits = SchedulerLimits(
+            of_instance.slots, buckets.max_tiles, buckets.tile, config.page_size, max_decodes=buckets.max_num_seqs
+        )
+        scheduler = self._scheduler_of(instance, limits, pages, table)
         scheduler.limit_sequences(instance.max_num_seqs)
         return scheduler, table
+
+    def _scheduler_of(
+        self, instance: InstancePlan, limits: SchedulerLimits, pages: PagePool, table: PageTable
+    ) -> Scheduler:
+        config, stages = self.config, len(instance.stages)
+        if stages == 1 or not config.overlap:
+            return Scheduler(limits, pages, table)
+        return PipelinedScheduler(
+            limits,
+            pages,
+            table,
+            microbatches=steps_in_flight(stages),
+            cost=self.chunk_cost,
+            measured=config.microbatch_cost is None,
+            by_tokens=config.microbatches == "tokens",
+        )
 
     def plan_fields(self, instance: InstancePlan, version: int) -> Snapshot:
         """Return the fields of an instance's snapshots that follow from its plan; the other fields have defaults."""
@@ -250,6 +273,7 @@ def plan_memory(
         ledgers=_ledgers(plan, limits),
         limits=limits,
         sizes=sizes,
+        chunk_cost=given_chunk_cost(config) or assumed_chunk_cost(of_degree(config.tp).config, spec.platform),
     )
 
 

@@ -12,6 +12,7 @@ from operator import attrgetter, itemgetter
 
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.request import Sequence, SequenceStatus
+from jaxserve.core.step_load import StepLoad
 from jaxserve.core.work import Chunk, Work
 from jaxserve.kvcache import DividedPool, PagePool, PageTable, page_hashes
 from jaxserve.scheduler.routing import tokens_needed
@@ -28,6 +29,7 @@ class SchedulerLimits:
     max_tiles: int  # prefill tiles in a step
     tile: int  # tokens
     page_size: int  # tokens
+    max_decodes: int | None = None  # decodes in one step, if they are fewer than the sequences that run at once
 
 
 class Scheduler:
@@ -60,6 +62,12 @@ class Scheduler:
         tiles = self._continue_prefills(chunks, self.limits.max_tiles)
         self._admit(chunks, tiles)
         return Work(step, tuple(decodes), tuple(chunks))
+
+    def ended(self) -> None:
+        """Note that the oldest step in flight has ended, of which the sequences have their tokens."""
+
+    def use_step_times(self, seconds: Callable[[StepLoad], float] | None) -> None:
+        """Take what steps are expected to take under the plan in force (s), None if it is unknown."""
 
     def steady_steps(self) -> int:
         """Return a lower bound on the number of next steps that decode exactly the sequences that run now.
@@ -281,6 +289,12 @@ class Scheduler:
         self.pages.forget(lost)
         self.arrive(lost)
 
+    def is_held(self, sequence: Sequence) -> bool:
+        """Return whether pages of a sequence are on their way."""
+        if sequence.status is SequenceStatus.RUNNING:
+            return sequence in self._held
+        return bool(self.pages.away) and not self.pages.away.isdisjoint(sequence.pages)
+
     @property
     def num_held(self) -> int:
         """Number of running sequences that wait for KV pages on their way."""
@@ -346,21 +360,25 @@ class Scheduler:
         return tiles
 
     def _admit(self, chunks: list[Chunk], tiles: int) -> None:
-        while tiles > 0 and len(self.running) < self.max_running:
-            sequence = self._waiting.first
-            if sequence is None or sequence.num_inflight:
-                return  # a preempted one whose last token is still in flight comes first
-            if not self._take_pages(sequence) and not self._take_back_shared_pages(sequence):
-                return
-            self._waiting.remove(sequence)
-            self._run(sequence)
+        while tiles > 0 and (sequence := self._admit_next()) is not None:
             tiles -= self._add_chunk(chunks, sequence, tiles)
+
+    def _admit_next(self) -> Sequence | None:
+        """Let the first waiting sequence run and return it, if there is a slot for it and pages for all its tokens."""
+        sequence = self._waiting.first
+        if sequence is None or sequence.num_inflight or len(self.running) >= self.max_running:
+            return None  # a preempted one whose last token is still in flight comes first
+        if not self._take_pages(sequence) and not self._take_back_shared_pages(sequence):
+            return None
+        self._waiting.remove(sequence)
+        self._run(sequence)
+        return sequence
 
     def _take_pages(self, sequence: Sequence) -> bool:
         """Take pages, cached ones first, for all tokens of a waiting sequence. Return whether enough were free."""
         size = self.limits.page_size
         shared: list[int] = []
-        if self.pages.away and not self.pages.away.isdisjoint(sequence.pages):
+        if self.is_held(sequence):
             return False
         if not sequence.pages:
             shared = self._cached_prefix(sequence)

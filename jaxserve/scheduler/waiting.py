@@ -48,6 +48,10 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return None
 
+    def next(self, count: int) -> list[Sequence]:
+        """Return up to `count` sequences of the queue in the order of their turns."""
+        return [entry[-1] for entry in heapq.nsmallest(count, (e for e in self._heap if e[-1] in self._queued))]
+
     def sort_by_age(self) -> None:
         """Put sequences that have waited elsewhere before they were pushed where their age puts them in `since`."""
         self._queued = dict.fromkeys(sorted(self._queued, key=lambda sequence: sequence.queued_at))

@@ -12,6 +12,7 @@ from jaxserve.sim.cluster import Cluster
 from jaxserve.sim.control import SETTLING, SimControl, build_control, policy_of
 from jaxserve.sim.front import SimFront
 from jaxserve.sim.maker import SimMaker
+from jaxserve.sim.pipeline import Pipeline
 from jaxserve.sim.sampler import SimSampler
 from jaxserve.sim.simulation import Frontend, Simulation
 from jaxserve.telemetry import EngineMetrics
@@ -19,12 +20,13 @@ from jaxserve.telemetry import EngineMetrics
 
 @dataclass(frozen=True)
 class BuiltSimulation:
-    """A simulation that is ready to run, with its metrics, controller and sampler."""
+    """A simulation that is ready to run, with its metrics, controller and sampler, and the instances' pipelines."""
 
     simulation: Simulation
     metrics: EngineMetrics
     control: SimControl | None  # None if the policy is static
     sampler: SimSampler
+    pipelines: list[Pipeline]  # grows with the instances that are made
 
 
 def build_simulation(
@@ -62,4 +64,4 @@ def build_simulation(
         linger=SETTLING if control else 0.0,
         token_times=token_times,
     )
-    return BuiltSimulation(simulation, metrics, control, sampler)
+    return BuiltSimulation(simulation, metrics, control, sampler, maker.pipelines)

@@ -7,19 +7,21 @@ A decoder layer reads its weights and multiplies n tokens by them:
 Attention adds the time to read the KV cache of decodes, and the time of the pairs of tokens that prefill chunks
 multiply. A chunk of c tokens after a prefix of p tokens counts as p c + c^2 + c pairs, as in KunServe's cost model
 (lookahead batch formulation), although a causal kernel needs only half of c^2. With tensor parallelism, a layer has two
-all-reduces of its outputs. With pipeline parallelism, a step goes through one stage after the other.
+all-reduces of its outputs. With pipeline parallelism, a step goes through one stage after the other, and the stages
+compute different steps at once (`sim.pipeline`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxserve.control.costs import InstanceCost
 from jaxserve.control.plan import InstancePlan, StagePlan
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.step_load import StepLoad as StepLoad
 from jaxserve.sim.hardware import Hardware, Link
+from jaxserve.sim.pipeline import StageTime
 from jaxserve.sim.shape import ModelShape
 
 
@@ -62,6 +64,18 @@ class InstanceRoofline:
         """Return the time (s) of a step on the device."""
         fixed = self.fixed(load.tokens, load.rows, load.sequences)
         return fixed + self.per_context * load.context + self.per_prefill * load.prefill
+
+    def stages(self, load: StepLoad) -> list[StageTime]:
+        """Return what a step takes on each stage. Together that is `seconds`: sampling belongs to the last stage."""
+        size = load.tokens * self._model.shape.hidden_size * self._model.shape.itemsize
+        overheads, times = self._model.hardware.overheads, []
+        for index, stage in enumerate(self._stages):
+            attention = stage.per_context * load.context + stage.per_prefill * load.prefill
+            seconds = stage.seconds(load.tokens, load.rows) + attention + overheads.step / len(self._stages)
+            hand_off = self._hand_offs[index].seconds(size) if index < len(self._hand_offs) else 0.0
+            times.append(StageTime(seconds, hand_off))
+        times[-1] = StageTime(times[-1].seconds + overheads.sequence * load.sequences, 0.0)
+        return times
 
     def fixed(self, tokens: int, rows: int, sequences: int) -> float:
         """Return the time (s) of a step without attention."""
@@ -149,6 +163,15 @@ class TrueInstanceCost(InstanceCost, Protocol):
 
         None if it is not constant, so that `seconds` must be called for every step.
         """
+        ...
+
+
+@runtime_checkable
+class TruePipelineCost(TrueInstanceCost, Protocol):
+    """Step times of an instance with several stages."""
+
+    def stages(self, load: StepLoad) -> Sequence[StageTime]:
+        """Return what a step takes on each stage."""
         ...
 
 

@@ -26,7 +26,7 @@ from jaxserve.control.plan_yaml import from_yaml
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.step_load import StepLoad
 from jaxserve.engine.step_log import Recording, Step
-from jaxserve.sim.chunk_cost import ChunkCost
+from jaxserve.scheduler.chunk_cost import ChunkCost
 from jaxserve.sim.hardware import Curve, Hardware
 from jaxserve.sim.shape import ModelShape
 

@@ -1,5 +1,6 @@
 """One instance in virtual time, with the real engine core, scheduler and KV pages."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
@@ -13,11 +14,12 @@ from jaxserve.core.errors import RequestError
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.step_load import Loads
 from jaxserve.core.step_shapes import Buckets
-from jaxserve.core.work import StepOutput, Work
+from jaxserve.core.work import StepOutput, Work, steps_in_flight
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.directory import Entry
-from jaxserve.sim.cost_model import TrueCostModel
+from jaxserve.sim.cost_model import TrueCostModel, TruePipelineCost
+from jaxserve.sim.pipeline import Pipeline
 from jaxserve.telemetry import Snapshot
 
 Call = Callable[[], None]
@@ -77,7 +79,7 @@ class _SteadyRun:
 
 
 class SimInstance:
-    """An instance of a simulation, which keeps one step in flight as `StepLoop` does.
+    """An instance of a simulation, which keeps as many steps in flight as `StepLoop` does.
 
     The next event is due at `wake`. The event loop calls `advance` at that time, which yields the new outputs. A steady
     run of decode steps is one event instead of one for each step.
@@ -107,8 +109,9 @@ class SimInstance:
         self._inbox: list[Entry[Any]] = []
         self._calls: list[Call] = []
         self._when_stopped: Call | None = None  # called when the last dispatched step has ended; None: not stopping
-        self._executing: _Step | None = None  # the dispatched step that ends first
-        self._queued: _Step | None = None  # the step dispatched after it
+        self._steps: deque[_Step] = deque()  # the dispatched steps, the one that ends first at the beginning
+        self._depth = steps_in_flight(len(plan.stages))
+        self.pipeline = Pipeline(len(plan.stages)) if len(plan.stages) > 1 else None
         self._run: _SteadyRun | None = None
         self.set_plan(plan)
 
@@ -141,11 +144,10 @@ class SimInstance:
 
     def after_dispatched(self, function: Call) -> None:
         """Run `function` when all dispatched steps have ended."""
-        last = self._queued or self._executing
-        if last is None:
-            function()
+        if self._steps:
+            self._steps[-1].calls_at_end.append(function)
         else:
-            last.calls_at_end.append(function)
+            function()
 
     def set_plan(self, plan: InstancePlan) -> None:
         """Use the step times of `plan` from the next step on."""
@@ -160,7 +162,7 @@ class SimInstance:
 
     @property
     def idle(self) -> bool:
-        return self._executing is None and self._queued is None and not self._inbox and self.core.idle
+        return not self._steps and not self._inbox and self.core.idle
 
     @property
     def running(self) -> int:
@@ -175,28 +177,27 @@ class SimInstance:
         if (run := self._run) is not None:
             self._complete(run, run.count)
             self._run = None
-        step, self._executing = self._executing, None
-        if step is not None:
+        if self._steps:
+            step = self._steps.popleft()
             for function in step.calls_at_end:
                 function()
             yield from self._finish(step, now)
-        if self._when_stopped is not None:
-            self._executing, self._queued = self._queued, None
-            if self._executing is None:
-                then, self._when_stopped = self._when_stopped, _do_nothing
-                then()
+        if self._when_stopped is not None and not self._steps:
+            then, self._when_stopped = self._when_stopped, _do_nothing
+            then()
         while self._when_stopped is None:
             yield from self._run_calls_and_add_requests()
             work = self.core.schedule(now)
-            self._executing, self._queued = self._queued, self._dispatch(work, now) if work else None
-            if self._executing is not None or self._queued is None:
+            if work:
+                self._steps.append(self._dispatch(work, now))
+            if not work or len(self._steps) == self._depth:
                 break
-            # The device was idle: the host begins the next step at once.
+            # Stages were idle: the host begins the next step at once.
             now += self._cost_model.host
-        if self._executing is None:
+        if not self._steps:
             self.wake = inf
         else:
-            self.wake = self._executing.end
+            self.wake = self._steps[0].end
             if not self.stopping:
                 self._find_steady_run()
 
@@ -226,15 +227,24 @@ class SimInstance:
             entry.pending, entry.accepted, entry.state = False, True, None
 
     def _dispatch(self, work: Work, now: float) -> _Step:
-        start = now + self._cost_model.host if self._queued is None else max(self._queued.end, now)
-        return _Step(work, start + self._step_cost.seconds(self._loads.of(work)))
+        load = self._loads.of(work)
+        start = now if self._steps else now + self._cost_model.host
+        if self.pipeline is not None:
+            assert isinstance(self._step_cost, TruePipelineCost)
+            return _Step(work, self.pipeline.dispatch(start, self._step_cost.stages(load))[-1].end)
+        if self._steps:
+            start = max(self._steps[-1].end, now)
+        return _Step(work, start + self._step_cost.seconds(load))
 
     # -- steady runs of decode steps
 
     def _find_steady_run(self) -> None:
         """Find the steps that repeat the two dispatched ones, and set `wake` to the end of the last one."""
-        first, second, growth = self._executing, self._queued, self._step_cost.per_context
-        if first is None or second is None or growth is None or first.calls_at_end or second.calls_at_end:
+        growth = self._step_cost.per_context
+        if len(self._steps) != 2 or growth is None:
+            return
+        first, second = self._steps
+        if first.calls_at_end or second.calls_at_end:
             return
         decodes = second.work.decodes
         if first.work.chunks or second.work.chunks or first.work.decodes != decodes:
@@ -248,23 +258,22 @@ class SimInstance:
 
     def _complete(self, run: _SteadyRun, done: int) -> None:
         """Complete the steps of a steady run up to `done`: their tokens, and the ends of the two in flight."""
-        assert self._executing is not None
-        assert self._queued is not None
+        first, second = self._steps
         count = done - run.done
         if count > 0:
             self.core.repeat(count, run.end(done - 1))
             if self._token_times is not None:
                 times = [run.end(index) for index in range(run.done, done)]
-                for sequence in self._executing.work.decodes:
+                for sequence in first.work.decodes:
                     self._token_times[sequence.request.id] += times
             run.done = done
-            self._executing.end, self._queued.end = run.end(done), run.end(done + 1)
+            first.end, second.end = run.end(done), run.end(done + 1)
 
     def _interrupt(self, now: float) -> None:
         """Wake for a new request or call: at the next end of a step, or now if the instance is idle."""
         if (run := self._run) is not None:
             run.count = run.begun_by(now)
             self.wake = run.end(run.count)
-        elif self._executing is None:
+        elif not self._steps:
             self.wake = now
         self.on_wake()

@@ -10,6 +10,7 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.kvcache import PagePool
 from jaxserve.sim.cluster import Cluster
 from jaxserve.sim.instance import SimInstance
+from jaxserve.sim.pipeline import Pipeline
 from jaxserve.telemetry import EngineMetrics
 
 
@@ -27,6 +28,7 @@ class SimMaker:
         self.cluster = cluster
         self._metrics, self._clock, self._token_times = metrics, clock, token_times
         self._costs, self._numbers = cluster.true_costs, count()
+        self.pipelines: list[Pipeline] = []  # of all instances with several stages, also of those that have ended
 
     def make(self, plan: InstancePlan, pages: PagePool | None = None) -> SimInstance:
         """Return an instance without requests. `pages` are its KV pages if some of them have contents."""
@@ -45,5 +47,9 @@ class SimMaker:
             loads=Loads(buckets),
             cost=cluster.costs.of(plan) if memory.variants else None,
             capacity=memory.max_len(plan.tp),
+            stages=len(plan.stages),
         )
-        return SimInstance(core, plan, self._costs, buckets, self._clock, token_times=self._token_times)
+        instance = SimInstance(core, plan, self._costs, buckets, self._clock, token_times=self._token_times)
+        if instance.pipeline is not None:
+            self.pipelines.append(instance.pipeline)
+        return instance

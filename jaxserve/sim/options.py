@@ -6,7 +6,7 @@ from typing import Annotated
 
 from jaxserve.bench.options import LoadOptions
 from jaxserve.core.bundled import bundled_model_path
-from jaxserve.core.config import EngineConfig, KVCacheDType
+from jaxserve.core.config import EngineConfig, KVCacheDType, Microbatches
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.options import Option, given_options, options_of
 
@@ -69,6 +69,8 @@ class ClusterOptions:
     )
     max_num_seqs: Annotated[int | None, SERVE["max_num_seqs"]] = None
     max_num_batched_tokens: Annotated[int | None, SERVE["max_num_batched_tokens"]] = None
+    microbatches: Annotated[Microbatches | None, SERVE["microbatches"]] = None
+    microbatch_cost: Annotated[str | None, SERVE["microbatch_cost"]] = None
     max_queued_requests: Annotated[int | None, SERVE["max_queued_requests"]] = None
     max_queued_tokens: Annotated[int | None, SERVE["max_queued_tokens"]] = None
 

@@ -324,6 +324,8 @@ def _check(recording: Recording) -> None:
     """Raise `ConfigError` for a run that cannot be replayed."""
     if (instances := len(recording.facts["plan"]["instances"])) > 1:
         raise ConfigError(f"the recorded run has {instances} instances (dp): a replay needs exactly one")
+    if (stages := len(recording.facts["plan"]["instances"][0]["stages"])) > 1:
+        raise ConfigError(f"the recorded instance has {stages} stages (pp): a replay needs exactly one")
     if recording.regroups:
         raise ConfigError(f"the recorded run has {len(recording.regroups)} regroups of instances: a replay needs none")
     if not recording.facts["overlap"]:

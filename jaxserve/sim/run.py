@@ -20,6 +20,7 @@ from jaxserve.sim.cluster import Cluster, parse_cluster, resolve_cluster
 from jaxserve.sim.control import SimControl
 from jaxserve.sim.hardware import load_hardware
 from jaxserve.sim.options import ClusterOptions, FigureOptions
+from jaxserve.sim.pipeline import bubbles
 from jaxserve.sim.request_columns import RequestColumns
 from jaxserve.sim.shape import ModelShape
 from jaxserve.sim.simulation import Answered
@@ -99,7 +100,9 @@ def run_simulation(experiment: SimExperiment, command: Sequence[str]) -> Result:
         server=built.sampler.series(),
         interrupted=collected.interrupted,
     )
-    extra = {"failures": dict(collected.columns.reasons)} if not detailed else {}
+    extra: dict[str, Any] = {"failures": dict(collected.columns.reasons)} if not detailed else {}
+    idle = bubbles(built.pipelines)
+    extra |= {} if idle is None else {"bubbles": idle}
     result |= plain(extra | _adaptation(built.control, collected))
     return result
 
@@ -197,6 +200,7 @@ def _target(
         "tp": config.tp,
         "pp": config.pp,
         "dp": config.dp,
+        "microbatches": config.microbatches,
         "policy": config.policy,
         "variants": memory.variants,
         "precision": config.precision,

@@ -17,7 +17,7 @@ from jaxserve.cli.main import app
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.step_log import AnswerRecord, Arrival, Recording, Step
-from jaxserve.sim.chunk_cost import ChunkCost
+from jaxserve.scheduler.chunk_cost import ChunkCost
 from jaxserve.sim.cost_model_fit import Fit
 from jaxserve.sim.hardware import Curve, load_hardware
 from tests.bench.fake_client import FakeClient

@@ -42,6 +42,18 @@ def built(tiny_model: Path) -> Iterator[BuiltEngine]:
 
 
 def test_serving_compiles_nothing_after_warm_up(built: BuiltEngine) -> None:
+    check_compiles_nothing(built)
+
+
+def test_stages_compile_nothing_after_warm_up(tiny_model: Path) -> None:
+    built = build(EngineConfig(model=tiny_model, pp=2, **OPTIONS))
+    try:
+        check_compiles_nothing(built)
+    finally:
+        built.close()
+
+
+def check_compiles_nothing(built: BuiltEngine) -> None:
     engine = sync_engine(built)
     rng = np.random.default_rng(0)
     kinds = (

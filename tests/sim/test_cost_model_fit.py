@@ -191,7 +191,7 @@ def test_what_a_request_its_tokens_and_the_answers_beside_it_take_outside_of_the
 
 
 def test_non_negative_squares_are_those_of_all_subsets():
-    from jaxserve.sim.chunk_cost import non_negative_by_subsets as by_subsets
+    from jaxserve.scheduler.chunk_cost import non_negative_by_subsets as by_subsets
 
     rng = np.random.default_rng(0)
     for _ in range(50):

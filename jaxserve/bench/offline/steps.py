@@ -120,7 +120,8 @@ def timed(loop: StepLoop) -> tuple[StepLoop, StepRecord]:
     """Return a loop over the same core and executor with timers, and the record that it fills."""
     record = StepRecord(loop.clock)
     core = cast(EngineCore, _TimedCore(loop.core, record))
-    return StepLoop(core, _TimedExecutor(loop.executor, record), loop.clock, overlap=loop.overlap), record
+    executor = _TimedExecutor(loop.executor, record)
+    return StepLoop(core, executor, loop.clock, overlap=loop.overlap, stages=loop.stages), record
 
 
 def decode_steps(steps: Iterable[StepTimes], batch: int) -> list[StepTimes]:

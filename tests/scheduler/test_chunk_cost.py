@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.sim.chunk_cost import ChunkCost, non_negative_by_subsets, pairs
+from jaxserve.scheduler.chunk_cost import ChunkCost, non_negative_by_subsets, pairs
 
 MADE = ChunkCost(a=3e-9, b=2e-5, g=4e-3)
 LENGTHS = [32, 64, 128, 256, 512, 512, 512, 2048]
