@@ -23,6 +23,7 @@ from jaxserve.control import InstancePlan, PlanInForce, Resources, StagePlan
 from jaxserve.control.buddies import placements_of
 from jaxserve.control.controller import Controller
 from jaxserve.control.costs import CostModel, MeasuredCosts, slow_precisions
+from jaxserve.control.groups import group_placements
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import POLICY_NAMES, QualityLoss, load_policy
 from jaxserve.control.policy import ForesightPolicy, Policy, errors_of_policy
@@ -229,6 +230,7 @@ def build(
         metrics.follow_control(control.state)
         if config.warmup:
             merged = placements_of(resolved.plan, resolved.degrees[-1])
+            merged += group_placements(resolved.plan, resolved.limits.max_lanes, resolved.limits)
             # Those of the start have everything but the programs by which they end in favour of others.
             present = resolved.plan.instances if _may_regroup(resolved) else ()
             warm.warm_in_background((*merged, *present))

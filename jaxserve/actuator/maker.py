@@ -25,7 +25,7 @@ from jaxserve.executor.fused import FusedTier
 from jaxserve.executor.kv_exchange import Side
 from jaxserve.executor.pools import Pools
 from jaxserve.executor.programs import InstanceSizes, Programs
-from jaxserve.kvcache import PagePool
+from jaxserve.kvcache import Lanes, PagePool
 from jaxserve.parallel.placement import Placement
 from jaxserve.planning.resolve import Resolved
 from jaxserve.sampling.device_sampler import DeviceSampler
@@ -122,6 +122,8 @@ class InstanceMaker:
                 self._compile_merge(plan, members, kinds, compiler)
         for pools in dict.fromkeys(self.side(plan).programs):
             pools.compile(self.sizes(plan).kv_lanes, 1, compiler, copies=True)
+            if plan.lanes > 1:  # lanes are exchanged one by one
+                pools.compile(Lanes(self.sizes(plan).segments), 1, compiler, copies=True)
         for other in self.resolved.plan.instances:
             if other.tp == plan.tp and not other.same_place(plan):
                 self._compile_blocks(plan, [other], kinds, compiler)

@@ -44,9 +44,21 @@ class ExchangeHost(Protocol):
 class PageExchange:
     """The exchange for the instances that a regroup makes: a group, or the members that a group becomes."""
 
-    def __init__(self, host: ExchangeHost, lanes: int, stages: int, row_seconds: float, now: Callable[[], float]):
-        """`lanes` and `stages` are those of each instance; all devices exchange one row in `row_seconds`."""
-        self._host, self._lanes, self._stages, self._row_seconds, self._now = host, lanes, stages, row_seconds, now
+    def __init__(
+        self,
+        host: ExchangeHost,
+        lanes: int,
+        stages: int,
+        row_seconds: float,
+        most_rows: int,
+        now: Callable[[], float],
+    ):
+        """`lanes` and `stages` are those of each instance.
+
+        All devices exchange one row in `row_seconds`, and have memory for `most_rows` on their way.
+        """
+        self._host, self._lanes, self._stages, self._now = host, lanes, stages, now
+        self._row_seconds, self._most_rows = row_seconds, most_rows
         self._names: tuple[str, ...] = ()
         self._instances: list[GroupedInstance] = []
         self._rows: deque[int] = deque()
@@ -109,8 +121,10 @@ class PageExchange:
 
     def _chunk(self) -> int:
         """Return the number of rows that are exchanged in about the time of a stage's step."""
+        if not self._row_seconds:
+            return self._most_rows
         seconds = max(map(self._stage_seconds, self._cores))
-        return max(1, int(seconds / self._row_seconds)) if self._row_seconds else len(self._rows)
+        return max(1, min(int(seconds / self._row_seconds), self._most_rows))
 
     def _stage_seconds(self, core: MovableCore) -> float:
         running = core.scheduler.running

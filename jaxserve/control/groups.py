@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from jaxserve.control.plan import InstancePlan, StagePlan
+from jaxserve.control.drop_plan import drop_plan
+from jaxserve.control.plan import InstancePlan, Plan, StagePlan
 from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import is_layer, layer_index
 from jaxserve.core.errors import PlanError
@@ -63,6 +64,19 @@ def restored_plans(
         )
         made.append(InstancePlan(stages, name, limit).with_precisions(precisions))
     return tuple(made)
+
+
+def group_placements(start: Plan, max_lanes: int, resources: Resources) -> tuple[InstancePlan, ...]:
+    """Return plans of groups that the instances of the start can become, as drop plans choose them."""
+    found: dict[tuple[str, ...], InstancePlan] = {}
+
+    def note(group: tuple[InstancePlan, ...], other: tuple[InstancePlan, ...]) -> int:
+        names = tuple(member.name for member in (*group, *other))
+        found[names] = grouped_plan((*group, *other), f"of {' '.join(names)}", resources)
+        return 0
+
+    drop_plan([(instance,) for instance in start.instances], 1, note, max_lanes)
+    return tuple(found.values())
 
 
 def _middle(stage: StagePlan) -> float:

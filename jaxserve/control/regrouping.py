@@ -194,8 +194,10 @@ class Regrouping:
             staged.layers = yield from self.host.stage_layers(after, self._seconds(before, after))
 
     def _exchange(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> PageExchange:
-        row = lane_movement(before, after, 1, self.resources).seconds(self.resources)
-        return PageExchange(self.host, after[0].lanes, len(after[0].stages), row, self.now)
+        row, resources = lane_movement(before, after, 1, self.resources), self.resources
+        room = min(resources.stage_entries(stage).get("exchange", 0) for plan in after for stage in plan.stages)
+        most = max(1, room // max((*row.peak.values(), 1)))
+        return PageExchange(self.host, after[0].lanes, len(after[0].stages), row.seconds(resources), most, self.now)
 
     def gradual(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> bool:
         """Return whether a merge or a split goes layer by layer, because it would stop its instances for too long.

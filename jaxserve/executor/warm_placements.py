@@ -209,7 +209,7 @@ class WarmPlacements:
 
 def _identity(plan: InstancePlan) -> Hashable:
     """Return what the programs of an instance follow from."""
-    return tuple((stage.blocks, stage.devices) for stage in plan.stages)
+    return tuple((stage.blocks, stage.devices, stage.lanes) for stage in plan.stages)
 
 
 class _MissingError(Exception):

@@ -24,7 +24,7 @@ from jaxserve.kvcache import Lanes, PagePool, PageTable
 from jaxserve.planning.chunk_costs import assumed_chunk_cost, given_chunk_cost
 from jaxserve.planning.kv_pages import with_kv_pages, within_start
 from jaxserve.planning.rooms import rooms_of
-from jaxserve.planning.spec import MANUAL, EngineSpec, changes_layers
+from jaxserve.planning.spec import MANUAL, EngineSpec, changes_layers, max_lanes
 from jaxserve.planning.workspace import DegreeSizes, ModelSizes, PinnedVariants
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.scheduler.chunk_cost import ChunkCost
@@ -199,13 +199,15 @@ class MemoryPlan:
 def runtime_bytes(spec: EngineSpec, model: ModelConfig, instances: int = 1) -> int:
     """Estimate the bytes of host memory besides arrays: imported modules, and compiled programs of all instances.
 
-    Instances that others are merged to have programs of their own.
+    Instances that others are merged to have programs of their own, and so have groups, of 2, 4 and 8 instances.
     """
     config, degrees = spec.config, spec.config.degrees
     xla = config.kernel_backend == "xla"
     programs = sum(
         ceil_div(instances, degrees.members(degree)) * _program_bytes(spec, model, degree) for degree in degrees.all()
     )
+    kinds_of_groups = max_lanes(config, model.num_layers).bit_length() - 1
+    programs += kinds_of_groups * instances * _program_bytes(spec, model, degrees.tp)
     return RUNTIME + (VARIANTS if spec.variants else 0) + (XLA_COMPILER if xla else 0) + programs
 
 
@@ -242,7 +244,8 @@ def plan_memory(
         for block in spec.plan.instances[0].blocks
     }
     top = max(config.max_logprobs, 1)
-    sized = partial(ModelSizes, of_degree, config.degrees, blocks, spec.buckets, top, pinned)
+    lanes = max_lanes(config, sum(map(is_layer, blocks)))
+    sized = partial(ModelSizes, of_degree, config.degrees, blocks, spec.buckets, top, pinned, lanes)
     sizes = sized()
     limits = Resources(
         budget,

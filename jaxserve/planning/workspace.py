@@ -52,6 +52,9 @@ class PinnedVariants:
         return ceil_div(size * members, self.instances)
 
 
+EXCHANGED_ROWS = 16  # for which there is always room
+
+
 @dataclass(frozen=True)
 class FixedMemory:
     """Bytes on each device that a stage takes whatever the precisions of its layers are."""
@@ -73,14 +76,16 @@ class ModelSizes:
         buckets: Buckets,
         top: int,
         pinned: PinnedVariants,
+        max_lanes: int = 1,
         swap_room: int = 0,
     ):
         """`degrees` are those that instances may have, and `blocks` the precisions that each block may have.
 
         `buckets` are the step shapes of an instance at the start. `top` is the largest number of log-probabilities per
-        token. Where all variants are copied, the swap buffer has up to `swap_room` bytes if several layers need them.
+        token, and `max_lanes` that of the instances that share their layers. Where all variants are copied, the swap
+        buffer has up to `swap_room` bytes if several layers need them.
         """
-        self.degrees, self.pinned, self._swap_room = degrees, pinned, swap_room
+        self.degrees, self.pinned, self._max_lanes, self._swap_room = degrees, pinned, max_lanes, swap_room
         self._blocks, self._buckets, self._top = blocks, buckets, top
         # A controller asks ten times a second, and sizes follow from the modules' abstract shapes.
         self._of_degree = cache(of_degree)
@@ -148,14 +153,24 @@ class ModelSizes:
         )
         dequantized = (sizes.dequantized(name, p) for name in layers for p in self._blocks.get(name, ()))
         buckets = self._buckets.times(members)
-        workspace = workspace_bytes(sizes.config, buckets, tp, sampling="head" in names, top=self._top)
+        lanes = 1 if "embed" in names else self._max_lanes  # the last stage of a group samples for all of them
+        slots = lanes * buckets.max_num_seqs if "head" in names else 0
+        workspace = workspace_bytes(sizes.config, buckets, tp, slots=slots, top=self._top)
         workspace += max(dequantized, default=0)
         return FixedMemory(
             page=len(layers) * sizes.page,
             workspace=max(workspace, int(MAX_MOVED_PAGES * sizes.page * TEMPORARIES_FACTOR)),
-            exchange=max(several, *buffers, self._merge_buffer(names, tp)),
+            exchange=max(several, *buffers, self._merge_buffer(names, tp), self._rows_buffer(sizes)),
             variants=self.pinned.cuts * sum(pinned),
         )
+
+    def _rows_buffer(self, sizes: DegreeSizes) -> int:
+        """Return the bytes of rows of pages on their way between instances that share their layers; 0 without any.
+
+        At most all layers of a row leave a device, and as many bytes come in.
+        """
+        layers = sum(map(is_layer, self._blocks))
+        return 2 * EXCHANGED_ROWS * layers * sizes.page if self._max_lanes > 1 else 0
 
     def _merge_buffer(self, names: tuple[str, ...], tp: int) -> int:
         """Return the bytes that a merge to twice the degree, or the split back, takes for a time; 0 without any.
@@ -171,17 +186,17 @@ class ModelSizes:
         return max(copies) + 2 * exchanged_pages(sizes.platform) * sizes.page
 
 
-def workspace_bytes(config: ModelConfig, buckets: Buckets, tp: int, *, sampling: bool, top: int) -> int:
-    """Estimate from above the bytes of a step's temporaries on each device, the sampler's state included."""
+def workspace_bytes(config: ModelConfig, buckets: Buckets, tp: int, *, slots: int, top: int) -> int:
+    """Estimate from above the bytes of a step's temporaries on each device, with the sampler's state for `slots`."""
     tokens = max(shape.tokens for shape in buckets.all())
     inner = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim) // tp
     if config.moe is not None:
         inner = max(inner, 2 * config.moe.intermediate_size * config.moe.experts_per_token // tp)
     total = LIVE_COPIES * tokens * (inner + 2 * config.hidden_size) * 4
-    if sampling:
+    if slots:
         rows = max(max(buckets.rows), buckets.tile)
         total += LIVE_COPIES * rows * (config.vocab_rows + top) * 4
-        total += sampler_bytes(buckets.max_num_seqs, config.vocab_rows)
+        total += sampler_bytes(slots, config.vocab_rows)
     return int(total * TEMPORARIES_FACTOR)
 
 

@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from jaxserve.control.policies.drop_plan import drop_plan
+from jaxserve.control.drop_plan import drop_plan
 
 
 def groups_of(*sizes: int) -> list[tuple[str, ...]]:

@@ -7,10 +7,10 @@ copies holds KV pages. When the burst is over, every instance gets all layers ag
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from jaxserve.control.drop_plan import drop_plan
 from jaxserve.control.groups import grouped_plan, restored_plans
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.plan_edits import with_instances
-from jaxserve.control.policies.drop_plan import drop_plan
 from jaxserve.control.policy import PlanProposal, Proposal, ServiceView
 from jaxserve.control.regroup import new_names
 from jaxserve.control.resources import Resources

@@ -1,0 +1,124 @@
+"""Instances on real devices that drop layers and restore them in the middle of answers, which stay the same."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.actuator.host import DeviceHost
+from jaxserve.control.exchange import PageExchange
+from jaxserve.control.plan_edits import PlanEdit, PlanEditor
+from jaxserve.core.request import RequestOutput
+from tests.library.test_merge import DENSE, EXPERTS, GREEDY, INT4, KINDS, answers, prompt_of, written
+from tests.support.regrouped import Change, Regrouped
+
+OPTIONS = {
+    "max_tp": None,
+    "memory_gb": 1,
+    "kv_pages": None,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 4 + 32,
+}
+
+
+def edit(engine: Regrouped, action: str, *names: str) -> None:
+    used = engine.built.in_force.used_names
+    editor = PlanEditor(engine.start, engine.resources, used)
+    engine.change(editor.edited(engine.plan, PlanEdit(action, names)))
+
+
+def drop(engine: Regrouped) -> None:
+    edit(engine, "drop", *engine.names)
+
+
+def restore(engine: Regrouped) -> None:
+    edit(engine, "restore", engine.names[0])
+
+
+def ask(engine: Regrouped) -> Sequence[str]:
+    return [engine.add(prompt_of(number, 5 + 11 * number, 20), params) for number, params in enumerate(KINDS.values())]
+
+
+def told(outputs: list[RequestOutput]) -> list[Any]:
+    return [[(answer.token_ids, answer.finish_reason) for answer in output.outputs] for output in outputs]
+
+
+def run(model: Path, changes: Iterable[Change], ask: Callable[[Regrouped], Sequence[str]] = ask, **options: Any) -> Any:
+    engine = Regrouped(model, **(OPTIONS | {"dp": 2, "max_pp": 2} | options))
+    try:
+        return told(answers(engine, ask, changes))
+    finally:
+        engine.close()
+
+
+CASES = {
+    "dense": (DENSE | {"num_hidden_layers": 4}, {}),
+    "an odd number of layers, int8 kv": (DENSE | {"num_hidden_layers": 3}, {"kv_cache_dtype": "int8"}),
+    "experts and int4": (EXPERTS | {"num_hidden_layers": 2}, INT4),
+    "tied": (DENSE | {"tie_word_embeddings": True}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answers_stay_the_same(tmp_path: Path, case: str) -> None:
+    config, options = CASES[case]
+    model = written(tmp_path, config)
+    assert run(model, [drop, restore, drop, restore], **options) == run(model, [], **options)
+
+
+def test_four_instances_share_their_layers_in_two_steps(tmp_path: Path) -> None:
+    model = written(tmp_path, DENSE | {"num_hidden_layers": 4})
+    lanes: list[list[int]] = []
+
+    def noted(change: Change) -> Change:
+        def make(engine: Regrouped) -> None:
+            change(engine)
+            lanes.append([instance.lanes for instance in engine.plan.instances])
+
+        return make
+
+    pairs = [
+        noted(lambda e: edit(e, "drop", *[p.name for p in e.plan.instances if p.lanes == 1][:2])) for _ in range(2)
+    ]
+    found = run(model, [*pairs, noted(drop), noted(restore)], dp=4, max_pp=4)
+    assert lanes == [[2, 1, 1], [2, 2], [4], [1, 1, 1, 1]]
+    assert found == run(model, [], dp=4, max_pp=4)
+
+
+def test_pages_that_are_lost_on_their_way_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, lost = written(tmp_path, DENSE | {"num_hidden_layers": 4}), []
+    lose = PageExchange._lose
+
+    def receive(*_: object) -> None:
+        raise RuntimeError("a link is down")
+
+    monkeypatch.setattr(PageExchange, "_lose", lambda exchange: (lost.append(exchange), lose(exchange)))
+    expected = run(model, [])
+    monkeypatch.setattr(DeviceHost, "receive", receive)
+    assert run(model, [drop, restore]) == expected
+    assert len(lost) == 2
+
+
+def test_a_group_has_the_memory_of_dropped_layers_for_pages_at_once(tmp_path: Path) -> None:
+    config = DENSE | {"num_hidden_layers": 4, "intermediate_size": 32768, "max_position_embeddings": 65536}
+    options = OPTIONS | {"max_pp": 2, "memory_gb": 0.88, "max_model_len": 16384}
+    engine = Regrouped(written(tmp_path, config), dp=2, **options)
+    try:
+        before = sum(instance.kv_pages for instance in engine.plan.instances)
+        ids = [engine.add(prompt_of(0, 40), dataclasses.replace(GREEDY, max_tokens=60))]
+        for _ in range(5):
+            engine.step()
+        drop(engine)
+        (group,) = engine.plan.instances
+        assert group.kv_pages > 1.5 * before
+        assert engine.engine.loops[group.name].core.scheduler.pages.num_pages == group.kv_pages
+        engine.check_ledgers()
+        engine.run()
+        restore(engine)
+        assert sum(instance.kv_pages for instance in engine.plan.instances) == before
+        engine.check_ledgers()
+        assert len(engine.answers[ids[0]].outputs[0].token_ids) == 60
+    finally:
+        engine.close()
