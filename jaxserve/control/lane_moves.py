@@ -5,11 +5,12 @@ that keep the layer. The way back is the reverse. Two devices trade the arrays o
 what it gets, so that the exchange takes no memory but for the rows on their way.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxserve.control.plan import InstancePlan
+from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import is_layer
 from jaxserve.kvcache import JoinedIds
 
@@ -51,6 +52,20 @@ def lane_moves(members: Sequence[InstancePlan], whole: InstancePlan) -> list[Lan
 def reverse(moves: Sequence[LaneMove]) -> list[LaneMove]:
     """Return the moves when the members have all layers again."""
     return [LaneMove(move.layer, move.lane, move.target, move.source) for move in moves]
+
+
+def left_over(moves: Sequence[LaneMove], member: InstancePlan, resources: Resources) -> dict[int, int]:
+    """Return the bytes of arrays that devices keep until an exchange is over, because they get none in return.
+
+    `member` is the plan of one of the instances that share their layers, or will have them all again.
+    """
+    bytes_left: Counter[int] = Counter()
+    rows = resources.pages_taken(member.tp, member.kv_pages // member.lanes)
+    page = resources.page_bytes(member.stages[0]) // sum(is_layer(block.block) for block in member.stages[0].blocks)
+    for trade in trades(moves):
+        if trade.back is None:
+            bytes_left.update(dict.fromkeys(trade.move.source, rows * page))
+    return dict(bytes_left)
 
 
 def trades(moves: Sequence[LaneMove]) -> list[Trade]:

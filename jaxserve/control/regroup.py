@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from jaxserve.control.diff import diff
+from jaxserve.control.lane_moves import lane_moves, left_over, reverse
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.resources import Resources
 from jaxserve.core.errors import PlanError
@@ -221,7 +222,7 @@ def _aligned(
     if kind is Kind.DROP:
         return _aligned_for_drop(before, after[0], resources)
     if kind is Kind.RESTORE:
-        return _aligned_for_restore(before[0], after)
+        return _aligned_for_restore(before[0], after, resources)
     if kind is Kind.MERGE:
         (whole,), count = after, len(before)
         pages = min(min(plan.kv_pages for plan in before), whole.kv_pages // count)
@@ -238,30 +239,31 @@ def _aligned_for_drop(
 ) -> tuple[tuple[InstancePlan, ...], tuple[InstancePlan, ...]]:
     """Return the plans of members right before a drop, and that of the group right after it.
 
-    The members' pools have equally many rows. Every device keeps the layers that it has, in their precisions, and all
-    that fits of the wanted pages is there at once.
+    The members' pools have equally many rows, at most as many as the group can hold. Every device keeps the layers that
+    it has, in their precisions, and all that fits of the wanted pages is there at once.
     """
-    rows = min(min(plan.kv_pages // plan.lanes for plan in members), whole.kv_pages // whole.lanes)
+    lanes, rows = whole.lanes, min(min(plan.kv_pages // plan.lanes for plan in members), whole.kv_pages // whole.lanes)
     there = {
         (stage.devices, block.block): block.precision
         for plan in members
         for stage in plan.stages
         for block in stage.blocks
     }
-    kept = {block.block: there[stage.devices, block.block] for stage in whole.stages for block in stage.blocks}
-    moved = whole.with_precisions(kept)
-    least = rows * whole.lanes
-    pages = whole.kv_pages
-    if moved != whole:
-        pages = max(least, min(pages, resources.kv_capacity(moved)))
+    moved = whole.with_precisions(
+        {block.block: there[stage.devices, block.block] for stage in whole.stages for block in stage.blocks}
+    )
+    moves = lane_moves(members, moved)
+    left = max(left_over(moves, members[0].with_kv_pages(rows * members[0].lanes), resources).values(), default=0)
+    fitting = replace(resources, budget=resources.budget - left).kv_capacity(moved) // lanes
+    rows = min(rows, fitting)
+    pages = lanes * min(whole.kv_pages // lanes, fitting)
     return tuple(plan.with_kv_pages(rows * plan.lanes) for plan in members), (moved.with_kv_pages(pages),)
 
 
 def _aligned_for_restore(
-    whole: InstancePlan, members: Sequence[InstancePlan]
+    whole: InstancePlan, members: Sequence[InstancePlan], resources: Resources
 ) -> tuple[tuple[InstancePlan, ...], tuple[InstancePlan, ...]]:
     """Return the plan of a group right before its layers are restored, and those of its members right after it."""
-    pages = min(min(plan.kv_pages for plan in members), whole.kv_pages // whole.lanes)
     there = {(stage.devices, block.block): block.precision for stage in whole.stages for block in stage.blocks}
     moved = tuple(
         plan.with_precisions(
@@ -270,10 +272,15 @@ def _aligned_for_restore(
                 for stage in plan.stages
                 for block in stage.blocks
             }
-        ).with_kv_pages(pages)
+        )
         for plan in members
     )
-    return (whole.with_kv_pages(pages * whole.lanes),), moved
+    pages = min(min(plan.kv_pages for plan in members), whole.kv_pages // whole.lanes)
+    moves = reverse(lane_moves(moved, whole))
+    if left := max(left_over(moves, moved[0].with_kv_pages(pages), resources).values(), default=0):
+        room = replace(resources, budget=resources.budget - left)
+        pages = min(pages, *map(room.kv_capacity, moved))
+    return (whole.with_kv_pages(pages * whole.lanes),), tuple(plan.with_kv_pages(pages) for plan in moved)
 
 
 def _with(plan: InstancePlan, precisions: Mapping[str, str], pages: int) -> InstancePlan:

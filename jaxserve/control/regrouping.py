@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from jaxserve.control.exchange import ExchangeHost, PageExchange
 from jaxserve.control.gradual import GradualRegroup
-from jaxserve.control.lane_moves import Trade, lane_moves, reverse, trades
+from jaxserve.control.lane_moves import Trade, lane_moves, left_over, reverse, trades
 from jaxserve.control.ledger import DeviceEntries, DeviceLedgers
 from jaxserve.control.movement import lane_movement, movement
 from jaxserve.control.plan import InstancePlan, PlanInForce
@@ -217,6 +217,11 @@ class Regrouping:
     def _book(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> None:
         """Book what devices take while instances are regrouped beyond what those that end have booked."""
         old, new = _totals(map(self.entries, before)), _totals(map(self.entries, after))
+        match kind_of(before, after):
+            case Kind.DROP:
+                new.update(left_over(lane_moves(before, after[0]), before[0], self.resources))
+            case Kind.RESTORE:
+                new.update(left_over(reverse(lane_moves(after, before[0])), after[0], self.resources))
         more = {device: size - old[device] for device, size in new.items() if size > old[device]}
         self.ledgers.replace({OWNER: {device: {SWAP_BUFFER: size} for device, size in more.items()}})
 

@@ -171,6 +171,11 @@ class Resources:
 
     # -- KV pages
 
+    def pages_taken(self, tp: int, pages: int) -> int:
+        """Return how many pages take memory in one lane of a pool that has `pages`."""
+        segments = self.limits_of(tp).segments
+        return pages_covered(segments, pages) if segments else pages
+
     def kv_capacity(self, instance: InstancePlan) -> int:
         """Return the largest number of KV pages that fit besides an instance's layers, at most those of its degree.
 
