@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -12,6 +13,9 @@ from jax import Array
 
 from jaxserve.core.step_shapes import StepShape
 from jaxserve.executor.executor import BlockExecutor
+from tests.support.internals import wrap_stages
+
+RunStage = Callable[..., tuple[Array, tuple[Array, ...]]]
 
 
 class Interval(NamedTuple):
@@ -31,14 +35,13 @@ class SlowStages:
     def __init__(self, executor: BlockExecutor, seconds: float):
         self.intervals: dict[int, list[Interval]] = defaultdict(list)  # by stage, in the order of the steps
         self._seconds = seconds
-        self._run_stage = executor._run_stage
         self._work, self._wait_on = jax.jit(_worked), jax.jit(self._waited, static_argnums=0)
-        executor._run_stage = self.run_stage  # type: ignore[method-assign]
+        wrap_stages(executor, partial(partial, self._run))
 
-    def run_stage(
-        self, stage: int, shape: StepShape, packed: np.ndarray, x: Array | None
+    def _run(
+        self, run: RunStage, stage: int, shape: StepShape, packed: np.ndarray, x: Array | None
     ) -> tuple[Array, tuple[Array, ...]]:
-        x, results = self._run_stage(stage, shape, packed, x)
+        x, results = run(stage, shape, packed, x)
         if not results:
             return self._delayed(stage, x), ()
         hidden, logits = results
