@@ -150,9 +150,9 @@ class InstanceMaker:
         self, target: InstancePlan, copies: Sequence[InstancePlan], kinds: Kinds, compiler: StartsCompiling
     ) -> None:
         """Tell `compiler` the programs by which an instance's blocks are made of those of others."""
-        for index, (stage, blocks) in enumerate(zip(target.stages, kinds, strict=True)):
-            placements = [self.placement(plan.stages[index]) for plan in copies]
+        for stage, blocks in zip(target.stages, kinds, strict=True):
             for block, precision in blocks:
+                placements = [self.placement(plan.stage_of(block)) for plan in copies]
                 self.programs.builder.compile_copies(compiler, block, precision, self.placement(stage), placements)
 
     def _kinds(self, stage: StagePlan) -> list[tuple[str, str]]:

@@ -75,7 +75,7 @@ class PageExchange:
             rows.update(dict.fromkeys(page // self._lanes for page in core.scheduler.pages.occupied))
         self._rows.extend(rows)
         for core in self._cores:
-            core.scheduler.withhold(self._pages_of(rows))
+            core.withhold(self._pages_of(rows))
 
     def carry_out(self) -> Waits[None]:
         """Exchange all rows. If that fails, what has these pages computes them again."""
@@ -106,7 +106,7 @@ class PageExchange:
         rows, sent = self._sent
         self._host.receive(self._instances, sent)
         for core in self._cores:
-            core.scheduler.arrive(self._pages_of(rows))
+            core.arrive(self._pages_of(rows))
         self._send()
 
     def _send(self) -> None:
@@ -117,7 +117,7 @@ class PageExchange:
         self._rows.clear()
         self._sent = None
         for core in self._cores:
-            core.scheduler.lose(self._now())
+            core.lose(self._now())
 
     def _chunk(self) -> int:
         """Return the number of rows that are exchanged in about the time of a stage's step."""

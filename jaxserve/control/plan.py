@@ -76,6 +76,10 @@ class InstancePlan:
         """Degree of tensor parallelism of its first stage; only instances with one stage change it."""
         return self.stages[0].tp
 
+    def stage_of(self, block: str) -> StagePlan:
+        """Return the stage that runs a block, which must be one of the model's."""
+        return next(stage for stage in self.stages if any(planned.block == block for planned in stage.blocks))
+
     def precision(self, block: str) -> str:
         """Return the precision of a block. Raise `PlanError` if no block has this name."""
         try:

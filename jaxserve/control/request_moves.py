@@ -31,6 +31,19 @@ class MovableCore(PlannedCore, Protocol):
         ...
 
 
+    def withhold(self, pages: Collection[int]) -> None:
+        """Hold pages that are on their way, and the sequences that have them."""
+        ...
+
+    def arrive(self, pages: Collection[int]) -> None:
+        """End the hold on pages that have come."""
+        ...
+
+    def lose(self, now: float) -> None:
+        """Let all that had pages on their way be computed again."""
+        ...
+
+
 class GroupedInstance(Protocol):
     """An instance as a regroup sees it."""
 

@@ -227,6 +227,21 @@ class EngineCore:
                 self._hold(state, now)
         self._take_snapshot(now)
 
+    def withhold(self, pages: abc.Collection[int]) -> None:
+        """Hold KV pages that are on their way, as `Scheduler.withhold`."""
+        self.scheduler.withhold(pages)
+        self._take_snapshot(self.snapshot.time)
+
+    def arrive(self, pages: abc.Collection[int]) -> None:
+        """End the hold on KV pages that have come, as `Scheduler.arrive`."""
+        self.scheduler.arrive(pages)
+        self._take_snapshot(self.snapshot.time)
+
+    def lose(self, now: float) -> None:
+        """Let all that had KV pages on their way be computed again, as `Scheduler.lose`."""
+        self.scheduler.lose(now)
+        self._take_snapshot(now)
+
     def take_outgrown(self) -> list[RequestState]:
         """Take out and return the requests that need more tokens than this instance holds, without their KV.
 

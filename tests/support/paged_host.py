@@ -524,6 +524,7 @@ class PagedService:
             assert len({s.slot for s in running}) == len(running) == len(scheduler.running)
             assert scheduler.table.free_slots == scheduler.limits.max_num_seqs - len(running)
             assert not pool.away
+            assert steps.core.snapshot.kv_pages_used == pool.used
             references = Counter(page for s in sequences for page in s.pages)
             assert all(pool.references(page) == references[page] for page in range(pool.num_pages))
 
