@@ -30,7 +30,6 @@ class MovableCore(PlannedCore, Protocol):
         """Take requests in. `pages` returns the id here of each of their pages; None: KV is computed again."""
         ...
 
-
     def withhold(self, pages: Collection[int]) -> None:
         """Hold pages that are on their way, and the sequences that have them."""
         ...

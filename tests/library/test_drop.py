@@ -11,6 +11,7 @@ from jaxserve.actuator.host import DeviceHost
 from jaxserve.control.exchange import PageExchange
 from jaxserve.control.plan_edits import PlanEdit, PlanEditor
 from jaxserve.core.request import RequestOutput
+from jaxserve.executor import warm_placements
 from tests.library.test_merge import DENSE, EXPERTS, GREEDY, INT4, KINDS, answers, prompt_of, written
 from tests.support.regrouped import Change, Regrouped
 
@@ -120,5 +121,25 @@ def test_a_group_has_the_memory_of_dropped_layers_for_pages_at_once(tmp_path: Pa
         assert sum(instance.kv_pages for instance in engine.plan.instances) == before
         engine.check_ledgers()
         assert len(engine.answers[ids[0]].outputs[0].token_ids) == 60
+    finally:
+        engine.close()
+
+
+def test_nothing_is_compiled_while_layers_are_dropped_and_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_placements, "MAX_PAUSE_S", 0)
+    options = OPTIONS | {"max_pp": 2, "max_num_seqs": 2, "max_num_batched_tokens": 2 + 32, "variants": ("float32",)}
+    engine = Regrouped(written(tmp_path, DENSE), dp=2, **(options | {"warmup": True, "fuse": None}))
+    try:
+        engine.built.warm.wait()
+        before = dict(engine.built.compilations.counts)
+        for change in (drop, restore, drop):
+            ask(engine)
+            for _ in range(5):
+                engine.step()
+            change(engine)
+            engine.run()
+            assert engine.built.compilations.counts == before, change.__name__
     finally:
         engine.close()
