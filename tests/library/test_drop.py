@@ -9,7 +9,6 @@ import pytest
 
 from jaxserve.actuator.host import DeviceHost
 from jaxserve.control.exchange import PageExchange
-from jaxserve.control.plan_edits import PlanEdit, PlanEditor
 from jaxserve.core.request import RequestOutput
 from jaxserve.executor import warm_placements
 from tests.library.test_merge import DENSE, EXPERTS, GREEDY, INT4, KINDS, answers, prompt_of, written
@@ -24,18 +23,12 @@ OPTIONS = {
 }
 
 
-def edit(engine: Regrouped, action: str, *names: str) -> None:
-    used = engine.built.in_force.used_names
-    editor = PlanEditor(engine.start, engine.resources, used)
-    engine.change(editor.edited(engine.plan, PlanEdit(action, names)))
-
-
 def drop(engine: Regrouped) -> None:
-    edit(engine, "drop", *engine.names)
+    engine.edit("drop", *engine.names)
 
 
 def restore(engine: Regrouped) -> None:
-    edit(engine, "restore", engine.names[0])
+    engine.edit("restore", engine.names[0])
 
 
 def ask(engine: Regrouped) -> Sequence[str]:
@@ -80,9 +73,7 @@ def test_four_instances_share_their_layers_in_two_steps(tmp_path: Path) -> None:
 
         return make
 
-    pairs = [
-        noted(lambda e: edit(e, "drop", *[p.name for p in e.plan.instances if p.lanes == 1][:2])) for _ in range(2)
-    ]
+    pairs = [noted(lambda e: e.edit("drop", *[p.name for p in e.plan.instances if p.lanes == 1][:2])) for _ in range(2)]
     found = run(model, [*pairs, noted(drop), noted(restore)], dp=4, max_pp=4)
     assert lanes == [[2, 1, 1], [2, 2], [4], [1, 1, 1, 1]]
     assert found == run(model, [], dp=4, max_pp=4)

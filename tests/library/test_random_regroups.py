@@ -23,7 +23,7 @@ def all_answers(engine: Regrouped, count: int) -> list[str]:
 def change(engine: Regrouped, rng: random.Random) -> None:
     """Change the instances at random, as far as that is possible."""
     plans = list(engine.plan.instances)
-    kind = rng.choice(("merge", "merge", "split", "split", "add", "remove", "pages"))
+    kind = rng.choice((*("merge", "split", "drop", "restore") * 2, "add", "remove", "pages"))
     instance = rng.choice(plans)
     if kind == "merge":
         # On few placements, each of which has programs of its own.
@@ -32,22 +32,31 @@ def change(engine: Regrouped, rng: random.Random) -> None:
         members = sorted((plan for plan in plans if plan.devices <= wanted), key=lambda plan: plan.stages[0].devices)
         if len(members) == 2 and all(2 * plan.tp == len(wanted) for plan in members):
             engine.merge(*(plan.name for plan in members))
+    elif kind == "drop":
+        # Pairs, or these together, for the same reason.
+        among = rng.choice(({0, 1}, {2, 3}, {0, 1, 2, 3}))
+        pair = [plan for plan in plans if plan.tp == 1 and plan.devices <= among]
+        if len(pair) == 2 and pair[0].lanes == pair[1].lanes:
+            engine.edit("drop", *(plan.name for plan in pair))
+    elif kind == "restore" and instance.lanes > 1:
+        engine.edit("restore", instance.name)
     elif kind == "split" and instance.tp > 1:
         engine.split(instance.name, rng.choice([count for count in (2, 4) if count <= instance.tp]))
     elif kind == "remove" and len(plans) > 2:
         engine.remove(instance.name)
-    elif kind == "add" and instance.tp == 1:
+    elif kind == "add" and instance.tp == instance.lanes == 1:
         free = set(range(4)) - {device for plan in plans for device in plan.devices}
         if free:
             engine.add_instance(instance, rng.choice(sorted(free)))
     elif kind == "pages":
-        least = engine.resources.limits_of(instance.tp).min_pages
-        more = rng.choice([0, 8 * instance.tp])
-        engine.adapt({instance.name: instance.with_kv_pages(max(least, 41 * instance.tp) + more)})
+        least, size = engine.resources.limits_of(instance.tp, instance.lanes).min_pages, instance.tp * instance.lanes
+        pages = -(-max(least, 41 * size) // size) + rng.choice([0, 8])
+        engine.adapt({instance.name: instance.with_kv_pages(pages * size)})
 
 
 def test_random_regroups_change_no_answer_and_leak_nothing(tmp_path: Path) -> None:
-    engine, rng = Regrouped(written(tmp_path, DENSE), max_kv_pages=60, **SMALL), random.Random(4)
+    model, rng = written(tmp_path, DENSE | {"num_hidden_layers": 4}), random.Random(4)
+    engine = Regrouped(model, max_pp=4, max_kv_pages=60, **SMALL)
     try:
         expected = answers(engine, lambda e: all_answers(e, 20))
         engine.change(engine.start)

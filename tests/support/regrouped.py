@@ -10,6 +10,7 @@ from typing import Any
 from jaxserve.build import BuiltEngine, build
 from jaxserve.control.diff import diff
 from jaxserve.control.plan import InstancePlan, Plan
+from jaxserve.control.plan_edits import PlanEdit, PlanEditor
 from jaxserve.control.regroup import merged_plan, new_names, split_plans, structural_change
 from jaxserve.control.resources import validate
 from jaxserve.control.transitions import BetweenStepsOf, Outcome, Rendezvous
@@ -144,6 +145,11 @@ class Regrouped:
         (stage,) = like.stages
         self.change(self._with([], [InstancePlan((replace(stage, devices=devices),), name, like.max_num_seqs)]))
         return name
+
+    def edit(self, action: str, *names: str) -> None:
+        """Change instances as operators do by hand."""
+        editor = PlanEditor(self.start, self.resources, self.built.in_force.used_names)
+        self.change(editor.edited(self.plan, PlanEdit(action, names)))
 
     def new_names(self, count: int) -> tuple[str, ...]:
         self._given = new_names(self.plan, count, self._given)
