@@ -69,6 +69,25 @@ FAULTS = {
         (Scheduler, "attach", 1),
         (SyncEngine, "replace", 0),
     ],
+    "drop": [
+        (SyncEngine, "stopped", 0),
+        (BlockBuilder, "load", 0),
+        (BlockBuilder, "load", 3),
+        (Pools, "prepare", 0),
+        (InstanceMaker, "make", 0),
+        (EngineCore, "attach", 1),
+        (EngineCore, "withhold", 0),
+        (SyncEngine, "replace", 0),
+    ],
+    "restore": [
+        (BlockBuilder, "load", 0),
+        (Pools, "move", 1),  # after the one with which the pool becomes smaller
+        (BlockBuilder, "load", 9),
+        (InstanceMaker, "make", 1),
+        (Scheduler, "attach", 1),
+        (EngineCore, "withhold", 1),
+        (SyncEngine, "replace", 0),
+    ],
     "add": [
         (BlockBuilder, "load", 0),
         (BlockBuilder, "load", 2),
@@ -88,7 +107,7 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Regrouped]:
     model = written(tmp_path_factory.mktemp("faults"), DENSE)
-    made = Regrouped(model, dp=2, max_tp=2, max_num_seqs=3, max_num_batched_tokens=3 + 32)
+    made = Regrouped(model, dp=2, max_tp=2, max_pp=2, max_num_seqs=3, max_num_batched_tokens=3 + 32)
     yield made
     made.close()
 
@@ -103,10 +122,15 @@ def found(engine: Regrouped, ids: list[str]) -> list[Any]:
 
 def prepare(engine: Regrouped, change: str) -> Callable[[], object]:
     """Bring the engine to the plan that a change starts from, and return the change."""
+    grouped = engine.plan.instances[0].lanes > 1
+    if grouped and change != "restore":
+        engine.edit("restore", *engine.names)
+    if change == "restore" and not grouped:
+        prepare(engine, "drop")()
     while len(engine.names) > 1 and change in ("split", "add"):
         engine.merge(*engine.names) if change == "split" else engine.remove(engine.names[-1])
     (first, *rest) = (engine.plan.instance(name) for name in engine.names)
-    if change in ("merge", "remove") and not rest:
+    if change in ("merge", "remove", "drop") and not rest:
         engine.split(first.name) if first.tp > 1 else engine.add_instance(first, 1 - first.stages[0].devices[0])
     if change == "add" and first.tp > 1:
         engine.split(first.name)
@@ -115,6 +139,8 @@ def prepare(engine: Regrouped, change: str) -> Callable[[], object]:
     return {
         "merge": lambda: engine.merge(*engine.names),
         "split": lambda: engine.split(engine.names[0]),
+        "drop": lambda: engine.edit("drop", *engine.names),
+        "restore": lambda: engine.edit("restore", *engine.names),
         "add": lambda: engine.add_instance(first, 1 - first.stages[0].devices[0]),
         "remove": lambda: engine.remove(engine.names[0]),
     }[change]
