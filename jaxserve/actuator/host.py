@@ -192,8 +192,8 @@ class DeviceHost:
         undo: ExitStack,
     ) -> StepLoop:
         executors = list(map(_executor, members))
-        old = _lanes_of([executor.pools for executor in executors])
         (blocks,) = self._reload(executors, [plan], undo)
+        old = self._equally_long(_lanes_of([executor.pools for executor in executors]), executors, undo)
         new, left = traded(old, trades, self._fresh(old, trades, [plan], undo))
         side, lanes = self._maker.side(plan), range(plan.lanes)
         layers = [[new[layer_name(layer), lane] for lane in lanes] for layer in range(len(side.programs))]
@@ -230,6 +230,20 @@ class DeviceHost:
         places = {lane: LanePlace(own, 0) for lane, own in enumerate(pools)}
         self._begin_exchange(members[0], LaneExchange(trades, places, left), undo)
         return members
+
+    def _equally_long(
+        self, lanes: Mapping[Lane, Pool], executors: Sequence[BlockExecutor], undo: ExitStack
+    ) -> dict[Lane, Pool]:
+        """Return lanes of which all have as many segments as the longest, with new ones if need be."""
+        pools = [executor.pools for executor in executors for _ in range(executor.pools.lanes.count)]
+        sizes, count = executors[0].pools.sizes, max(map(len, lanes.values()))
+        longer: dict[Lane, Pool] = {}
+        for (layer, lane), pool in lanes.items():
+            make = pools[lane].programs[layer_index(layer)].make
+            more = tuple(chain.from_iterable(make(size) for size in sizes[len(pool) : count]))
+            undo.callback(free, [more])
+            longer[layer, lane] = pool + more
+        return longer
 
     def _fresh(
         self,

@@ -15,13 +15,13 @@ from jaxserve.core.errors import PlanError
 
 
 def grouped_plan(members: Sequence[InstancePlan], name: str, resources: Resources) -> InstancePlan:
-    """Return the plan of the group that instances become, with all of their KV pages.
+    """Return the plan of the group that instances become, with as many KV pages for each as the largest has.
 
     Every device keeps consecutive blocks of those that it has, so that the fullest device has as much room for KV pages
     as possible. Raise `PlanError` if some device would have to take a layer that it has not, or none at all.
     """
     lanes = sum(member.lanes for member in members)
-    rows = min(member.kv_pages // member.lanes for member in members)
+    rows = max(member.kv_pages // member.lanes for member in members)
     stages = sorted((stage for member in members for stage in member.stages), key=_middle)
     if len({stage.tp for stage in stages}) > 1:
         raise PlanError("instances with different degrees of tensor parallelism cannot share their layers")

@@ -239,10 +239,10 @@ def _aligned_for_drop(
 ) -> tuple[tuple[InstancePlan, ...], tuple[InstancePlan, ...]]:
     """Return the plans of members right before a drop, and that of the group right after it.
 
-    The members' pools have equally many rows, at most as many as the group can hold. Every device keeps the layers that
-    it has, in their precisions, and all that fits of the wanted pages is there at once.
+    No member has more rows of pages than the group can hold. Every device keeps the layers that it has, in their
+    precisions, and all that fits of the wanted pages is there at once.
     """
-    lanes, rows = whole.lanes, min(min(plan.kv_pages // plan.lanes for plan in members), whole.kv_pages // whole.lanes)
+    lanes, largest = whole.lanes, max(members, key=lambda plan: plan.kv_pages // plan.lanes)
     there = {
         (stage.devices, block.block): block.precision
         for plan in members
@@ -253,11 +253,11 @@ def _aligned_for_drop(
         {block.block: there[stage.devices, block.block] for stage in whole.stages for block in stage.blocks}
     )
     moves = lane_moves(members, moved)
-    left = max(left_over(moves, members[0].with_kv_pages(rows * members[0].lanes), resources).values(), default=0)
+    left = max(left_over(moves, largest, resources).values(), default=0)
     fitting = replace(resources, budget=resources.budget - left).kv_capacity(moved) // lanes
-    rows = min(rows, fitting)
-    pages = lanes * min(whole.kv_pages // lanes, fitting)
-    return tuple(plan.with_kv_pages(rows * plan.lanes) for plan in members), (moved.with_kv_pages(pages),)
+    rows = min(whole.kv_pages // lanes, fitting)
+    aligned = tuple(plan.with_kv_pages(min(plan.kv_pages, rows * plan.lanes)) for plan in members)
+    return aligned, (moved.with_kv_pages(rows * lanes),)
 
 
 def _aligned_for_restore(

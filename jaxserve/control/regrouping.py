@@ -219,7 +219,8 @@ class Regrouping:
         old, new = _totals(map(self.entries, before)), _totals(map(self.entries, after))
         match kind_of(before, after):
             case Kind.DROP:
-                new.update(left_over(lane_moves(before, after[0]), before[0], self.resources))
+                largest = max(before, key=lambda plan: plan.kv_pages // plan.lanes)
+                new.update(left_over(lane_moves(before, after[0]), largest, self.resources))
             case Kind.RESTORE:
                 new.update(left_over(reverse(lane_moves(after, before[0])), after[0], self.resources))
         more = {device: size - old[device] for device, size in new.items() if size > old[device]}

@@ -242,14 +242,14 @@ class PagePool:
     ) -> "PagePool":
         """Return one pool with the pages of several, which stay as they are, under the ids of `JoinedIds`.
 
-        `lanes` are those of each pool, of which all have the same number of pages (default: one each). Pages keep their
-        references and hashes. Of pages with the same hash one keeps it: one in use, or else the one to be evicted last.
-        The order of eviction takes a page of each pool in turn. The null pages of all pools but the first are free.
+        `lanes` are those of each pool (default: one each). Pools with fewer rows than others get free ones. Pages keep
+        their references and hashes. Of pages with the same hash one keeps it: one in use, or else the one to be evicted
+        last. The order of eviction takes a page of each pool in turn. The null pages of all pools but the first are
+        free.
         """
         ids, first = JoinedIds(tuple(lanes or (1,) * len(pools))), pools[0]
-        rows = first.num_pages // ids.lanes[0]
-        for pool, own in zip(pools, ids.lanes, strict=True):
-            assert (pool.num_pages, pool.caching) == (own * rows, first.caching)
+        rows = max(pool.num_pages // own for pool, own in zip(pools, ids.lanes, strict=True))
+        assert all(pool.num_pages % own == 0 for pool, own in zip(pools, ids.lanes, strict=True))
         whole = cls(ids.count * rows, caching=first.caching, min_pages=min_pages, max_pages=max_pages)
         whole._fresh = max(ids.joined(part, pool._fresh - 1) + 1 for part, pool in enumerate(pools))
         whole._references = [0] * whole._fresh

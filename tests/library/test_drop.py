@@ -11,6 +11,7 @@ from jaxserve.actuator.host import DeviceHost
 from jaxserve.control.exchange import PageExchange
 from jaxserve.core.request import RequestOutput
 from jaxserve.executor import warm_placements
+from jaxserve.kernels.native import kv as native
 from tests.library.test_merge import DENSE, EXPERTS, GREEDY, INT4, KINDS, answers, prompt_of, written
 from tests.support.regrouped import Change, Regrouped
 
@@ -60,6 +61,23 @@ def test_answers_stay_the_same(tmp_path: Path, case: str) -> None:
     config, options = CASES[case]
     model = written(tmp_path, config)
     assert run(model, [drop, restore, drop, restore], **options) == run(model, [], **options)
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_instances_with_unequal_numbers_of_pages_share_their_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elastic: bool
+) -> None:
+    """Members may have adapted, each to its own load. Where pools have segments, they have unequal numbers of these."""
+    if not elastic:
+        monkeypatch.setattr(native, "supports_elastic_pools", lambda: False)
+    model = written(tmp_path, DENSE | {"num_hidden_layers": 4})
+
+    def grow_one(engine: Regrouped) -> None:
+        last = engine.plan.instances[-1]
+        engine.change(engine.plan.with_kv_pages(last.name, engine.resources.limits_of(1).max_pages))
+
+    options = {"kv_pages": 40, "max_kv_pages": 90}
+    assert run(model, [grow_one, drop, restore, drop], **options) == run(model, [], **options)
 
 
 def test_four_instances_share_their_layers_in_two_steps(tmp_path: Path) -> None:

@@ -423,7 +423,9 @@ class PagedService:
     def grouped(self, names: Sequence[str], pages: int) -> Plan:
         members = [self.plan.instance(name) for name in names]
         whole = grouped_plan(members, *self.new_names(1), self.resources)
-        return self.without(names, [whole.with_kv_pages(max(whole.kv_pages, pages // whole.lanes * whole.lanes))])
+        most = self.resources.kv_capacity(whole) // whole.lanes * whole.lanes
+        wanted = max(whole.kv_pages, pages // whole.lanes * whole.lanes)
+        return self.without(names, [whole.with_kv_pages(min(wanted, most))])
 
     def restored(self, name: str, pages: int = PAGES) -> Plan:
         whole = self.plan.instance(name)
