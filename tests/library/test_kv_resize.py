@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -146,7 +145,7 @@ def test_pools_with_lanes_change_no_token_and_compile_nothing(
     if len(segments) > 1:
         monkeypatch.setattr(native, "supports_elastic_pools", lambda: False)
     monkeypatch.setattr(maker, "Pools", lambda programs, sizes: Pools(programs, segments, lanes=2))
-    monkeypatch.setattr(memory, "PageTable", partial(PageTable, lanes=Lanes(segments, 2)))
+    monkeypatch.setattr(memory, "PageTable", lambda slots, width, _: PageTable(slots, width, Lanes(segments, 2)))
     built = build(config)
     resized, compiled = Resized(built, watched=False), dict(built.compilations.counts)
     assert resized.run(resizing=True) == expected
