@@ -1,24 +1,20 @@
 """KV pools that grow and shrink between two steps while requests run."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxserve import ConfigError, MemoryBudgetError
-from jaxserve.actuator import maker
 from jaxserve.build import BuiltEngine, build
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
-from jaxserve.executor.pools import MOVES, Pools
+from jaxserve.executor.pools import MOVES
 from jaxserve.kernels import GRANULE, committed_bytes, is_elastic
 from jaxserve.kernels.native import kv as native
-from jaxserve.kvcache import Lanes, PageTable
-from jaxserve.planning import memory
 from jaxserve.planning.resolve import resolve
 from tests.support.canary import Canary
 from tests.support.internals import move_program_of
@@ -130,27 +126,6 @@ def test_segmented_pool_resizes_change_no_token_and_compile_nothing(
         (instance,) = built.resolved.plan.with_kv_pages("0", pages).instances
         entries = limits.device_entries(instance)
         assert [sizes["kv"] for sizes in entries.values()] == [taken * page] * config.tp
-    built.close()
-
-
-@pytest.mark.parametrize("segments", [(81,), (41, 10, 10, 10, 10)], ids=["one segment", "several"])
-def test_pools_with_lanes_change_no_token_and_compile_nothing(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, segments: tuple[int, ...]
-) -> None:
-    """Page tables hold the places of pages in two lanes, while the scheduler goes on with page ids."""
-    config = EngineConfig(model=tiny_model, kv_pages=80, max_kv_pages=160, **OPTIONS)
-    built = build(replace(config, warmup=False))
-    expected = Resized(built).run()
-    built.close()
-    if len(segments) > 1:
-        monkeypatch.setattr(native, "supports_elastic_pools", lambda: False)
-    monkeypatch.setattr(maker, "Pools", lambda programs, sizes: Pools(programs, segments, lanes=2))
-    monkeypatch.setattr(memory, "PageTable", lambda slots, width, _: PageTable(slots, width, Lanes(segments, 2)))
-    built = build(config)
-    resized, compiled = Resized(built, watched=False), dict(built.compilations.counts)
-    assert resized.run(resizing=True) == expected
-    assert resized.moved > 30
-    assert built.compilations.counts == compiled
     built.close()
 
 
