@@ -416,6 +416,8 @@ class DeviceHost:
         self._closing.set()
         for actuator in (*self.actuators.values(), *self._ended.values()):
             actuator.close()
+        for exchange in self._exchanges.values():  # that have not come to their end
+            exchange.close()
         for steps in (*self.instances.values(), *self._ended):
             _executor(steps).close()
 

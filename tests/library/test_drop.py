@@ -13,6 +13,7 @@ from jaxserve.core.request import RequestOutput
 from jaxserve.executor import warm_placements
 from jaxserve.kernels.native import kv as native
 from tests.library.test_merge import DENSE, EXPERTS, GREEDY, INT4, KINDS, answers, prompt_of, written
+from tests.library.test_regroup_faults import held
 from tests.support.regrouped import Change, Regrouped
 
 OPTIONS = {
@@ -109,6 +110,20 @@ def test_pages_that_are_lost_on_their_way_are_computed_again(tmp_path: Path, mon
     monkeypatch.setattr(DeviceHost, "receive", receive)
     assert run(model, [drop, restore]) == expected
     assert len(lost) == 2
+
+
+def test_engine_that_is_closed_in_the_middle_of_an_exchange_frees_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, before = written(tmp_path, DENSE | {"num_hidden_layers": 3}), held()
+    monkeypatch.setattr(PageExchange, "carry_out", lambda exchange: iter(()))  # the end of which never comes
+    engine = Regrouped(model, dp=2, **(OPTIONS | {"max_pp": 2}))
+    ask(engine)
+    for _ in range(5):
+        engine.step()
+    drop(engine)
+    engine.close()
+    assert held()[0] <= before[0]
 
 
 def test_a_group_has_the_memory_of_dropped_layers_for_pages_at_once(tmp_path: Path) -> None:
