@@ -22,7 +22,7 @@ class DropPlan(Generic[Member]):
 
     @property
     def suffices(self) -> bool:
-        """Whether as much becomes free as was required."""
+        """True if as much becomes free as was required."""
         return self.freed >= self.required
 
 

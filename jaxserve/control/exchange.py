@@ -22,7 +22,7 @@ USUAL_SECONDS = 0.01  # of a stage's step, if it is unknown
 
 
 class ExchangeHost(Protocol):
-    """What exchanges rows of pages between the devices of instances."""
+    """A host that exchanges rows of pages between the devices of instances."""
 
     def send(self, instances: Sequence[Any], rows: Sequence[int]) -> Any:
         """Begin to send rows of pages to the devices that keep them from now on. Called between steps."""

@@ -121,6 +121,19 @@ class BoundedPolicy(Protocol):
         ...
 
 
+class KeepsPlans:
+    """A base of structural policies that leave the plan of each instance as it is."""
+
+    def init(self, plan: InstancePlan) -> None:
+        return None
+
+    def update(self, snapshot: Snapshot, plan: InstancePlan, state: None) -> Proposal[None]:
+        return Proposal(plan, None)
+
+    def largest(self, plan: InstancePlan) -> InstancePlan | None:
+        return None
+
+
 @contextmanager
 def errors_of_policy(what: str) -> Iterator[None]:
     """Turn every error of a user's code in a `with` block into a `ConfigError` that says `what` raised it."""

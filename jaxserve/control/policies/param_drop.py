@@ -11,7 +11,7 @@ from jaxserve.control.drop_plan import drop_plan
 from jaxserve.control.groups import grouped_plan, restored_plans
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.plan_edits import with_instances
-from jaxserve.control.policy import PlanProposal, Proposal, ServiceView
+from jaxserve.control.policy import KeepsPlans, PlanProposal, ServiceView
 from jaxserve.control.regroup import new_names
 from jaxserve.control.resources import Resources
 from jaxserve.core.errors import ConfigError, PlanError
@@ -39,13 +39,13 @@ class DropSettings:
 
 @dataclass(frozen=True)
 class DropState:
-    """What the policy remembers: the plan at the start, and since when groups would have had room without a drop."""
+    """The memory of the policy: the plan at the start, and since when groups would have had room without a drop."""
 
     start: Plan
     roomy_since: Mapping[str, float] = field(default_factory=dict)  # name of a group -> time (s)
 
 
-class ParamDropPolicy:
+class ParamDropPolicy(KeepsPlans):
     """A policy (`StructuralPolicy`) that drops replicated layers during bursts."""
 
     def __init__(self, resources: Resources, settings: DropSettings, *, name: str = "param_drop"):
@@ -54,19 +54,6 @@ class ParamDropPolicy:
     @property
     def name(self) -> str:
         return self._name
-
-    # -- one instance: it keeps its plan
-
-    def init(self, plan: InstancePlan) -> None:
-        return None
-
-    def update(self, snapshot: Snapshot, plan: InstancePlan, state: None) -> Proposal[None]:
-        return Proposal(plan, None)
-
-    def largest(self, plan: InstancePlan) -> InstancePlan | None:
-        return None
-
-    # -- the set of instances
 
     def first_structure(self, plan: Plan) -> DropState:
         return DropState(plan)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from jaxserve.control.buddies import buddy_groups, in_buddy_order
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.plan_edits import merged, parts, with_instances
-from jaxserve.control.policy import PlanProposal, Proposal, ServiceView
+from jaxserve.control.policy import KeepsPlans, PlanProposal, ServiceView
 from jaxserve.control.regroup import new_names
 from jaxserve.control.resources import Resources
 from jaxserve.core.errors import ConfigError
@@ -37,13 +37,13 @@ class TransformSettings:
 
 @dataclass(frozen=True)
 class TransformState:
-    """What the policy remembers: which placements there may be, and when merged instances were last needed."""
+    """The memory of the policy: which placements there may be, and when merged instances were last needed."""
 
     start: Plan
     needed: Mapping[str, float] = field(default_factory=dict)  # name of a merged instance -> time (s)
 
 
-class TransformPolicy:
+class TransformPolicy(KeepsPlans):
     """A policy (`StructuralPolicy`) that changes the degree of tensor parallelism for long requests."""
 
     def __init__(self, resources: Resources, settings: TransformSettings, *, name: str = "tp_transform"):
@@ -52,19 +52,6 @@ class TransformPolicy:
     @property
     def name(self) -> str:
         return self._name
-
-    # -- one instance: it keeps its plan
-
-    def init(self, plan: InstancePlan) -> None:
-        return None
-
-    def update(self, snapshot: Snapshot, plan: InstancePlan, state: None) -> Proposal[None]:
-        return Proposal(plan, None)
-
-    def largest(self, plan: InstancePlan) -> InstancePlan | None:
-        return None
-
-    # -- the set of instances
 
     def first_structure(self, plan: Plan) -> TransformState:
         return TransformState(plan)
