@@ -23,6 +23,7 @@ class Kind(Enum):
     DROP = "drop"  # in place: every device keeps a part of the layers, and the pages of all members for these
     RESTORE = "restore"  # in place, the reverse of a drop
     COPY = "copy"  # page by page to other devices
+    RECOVER = "recover"  # not at all: an instance that ends has failed, and all KV is computed again
 
     @property
     def joins(self) -> bool:

@@ -18,6 +18,7 @@ from jaxserve.control.instance_controller import Backoff, Failures, InstanceCont
 from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
 from jaxserve.control.policy import Policy, ServiceView, StructuralPolicy, errors_of_policy
 from jaxserve.control.record import Decision
+from jaxserve.control.recovery import recovery
 from jaxserve.control.regroup import Regroup, StructuralChange, has_same_instances, structural_change
 from jaxserve.control.resources import Resources, validate
 from jaxserve.control.transitions import Outcome
@@ -49,6 +50,15 @@ class RegroupActuator(Protocol):
         """Return whether all programs are compiled that an instance with this plan runs; if not, begin to do so."""
         ...
 
+    @property
+    def failed(self) -> Mapping[str, BaseException]:
+        """The instances that have failed and keep their requests, by name, with their errors."""
+        ...
+
+    def give_up(self, name: str) -> None:
+        """End the requests of an instance that has failed, with an error."""
+        ...
+
 
 class StructureController:
     """A controller of the set of instances. One thread calls `tick`."""
@@ -75,6 +85,8 @@ class StructureController:
         self._phase = _ALIGN
         self._restored: dict[str, InstancePlan] = {}  # plans of instances that were aligned, if the change fails
         self._failure = ""  # of the change, while these come into force again
+        self._recovering = ""  # name of the failed instance in whose place the change puts others
+        self._stopped = False
         self.target: Plan | None = None
         """The plan that is being carried out, or None."""
         self.set_policy(policy, self.first_state(policy))
@@ -94,8 +106,8 @@ class StructureController:
         self.failures = Failures()
 
     def stop(self) -> None:
-        """Adopt no answer any more of a policy that has been asked."""
-        self._asked = None
+        """Adopt no answer any more of a policy that has been asked, and recover no instance."""
+        self._asked, self._stopped = None, True
 
     def check(self, plan: Plan) -> None:
         """Raise `PlanError` if the instances of a plan cannot take the place of those in force."""
@@ -109,8 +121,44 @@ class StructureController:
         if self._change is not None:
             with self._lock:
                 self._carry_on(now, self._change, instances)
+        elif self._actuator is not None and (failed := self._actuator.failed):
+            with self._lock:
+                self._recover(now, self._actuator, failed, instances)
         elif isinstance(self._policy, StructuralPolicy) and now >= self.failures.until:
             self._decide(now, self._policy, view, instances)
+
+    # -- instances that fail
+
+    def can_recover(self, name: str) -> bool:
+        """Return whether the requests of an instance that fails now can go on. Call from any thread."""
+        if self._actuator is None or self._stopped:
+            return False
+        plan, failed = self._in_force.plan, self._actuator.failed
+        serving = [instance for instance in plan.instances if instance.name not in failed and instance.name != name]
+        return bool(serving) or any(instance.name == name and instance.lanes > 1 for instance in plan.instances)
+
+    def _recover(
+        self,
+        now: float,
+        actuator: RegroupActuator,
+        failed: Mapping[str, BaseException],
+        instances: Mapping[str, InstanceController],
+    ) -> None:
+        """Begin to put others in the place of one of the instances that have failed."""
+        plan = self._in_force.plan
+        # Groups come first: those that they become may take the requests of others.
+        name = min(failed, key=lambda name: plan.instance(name).lanes == 1)
+        reason = f"instance {name} has failed at {failed[name]}"
+        try:
+            regroup = recovery(plan, name, failed[name], self._start, self._resources, self._in_force.used_names)
+        except PlanError as error:
+            self._record(self._decision(now, reason, f"rejected: {error}"))
+            actuator.give_up(name)
+            return
+        kept = [instance for instance in plan.instances if instance.name != name]
+        wanted = Plan(plan.version + 1, (*kept, *regroup.after))
+        self._recovering = name
+        self._begin(now, reason, wanted, StructuralChange({}, (regroup,), {}), self._state, instances)
 
     # -- decisions
 
@@ -236,6 +284,8 @@ class StructureController:
             instance.held = True
             if not instance.settled:
                 settled = False
+            elif instance.error and name == self._recovering:
+                instance.error = ""  # of a transition that came to nothing because the instance has failed
             elif instance.error:
                 error, instance.error = instance.error, ""
                 self._fail_change(now, error)
@@ -271,6 +321,9 @@ class StructureController:
         assert self._open is not None
         number, decision = self._open
         self._record(replace(decision, outcome=outcome), number)
+        if self._recovering and outcome != "done" and self._actuator is not None:
+            self._actuator.give_up(self._recovering)
+        self._recovering = ""
         self.target, self._change, self._open = None, None, None
         if outcome == "done":
             self._state = self._state_when_done

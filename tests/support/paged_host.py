@@ -97,6 +97,14 @@ class PagedHost:
     def instance(self, name: str) -> StepLoop:
         return self.instances[name]
 
+    @property
+    def failed(self) -> Mapping[str, BaseException]:
+        return self._service.engine.failed
+
+    def abandon(self, instance: StepLoop, lost: Collection[int]) -> None:
+        self.before("abandon")
+        pages_of(instance)[:] = GARBAGE
+
     def make(self, plan: InstancePlan, pool: PagePool, contents: np.ndarray) -> StepLoop:
         made = self._service.loop(plan, pool, contents)
         self.alive.append(made)
