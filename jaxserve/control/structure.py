@@ -18,7 +18,7 @@ from jaxserve.control.instance_controller import Backoff, Failures, InstanceCont
 from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
 from jaxserve.control.policy import Policy, ServiceView, StructuralPolicy, errors_of_policy
 from jaxserve.control.record import Decision
-from jaxserve.control.recovery import recovery
+from jaxserve.control.recovery import lost_devices, recovery
 from jaxserve.control.regroup import Regroup, StructuralChange, has_same_instances, structural_change
 from jaxserve.control.resources import Resources, validate
 from jaxserve.control.transitions import Outcome
@@ -85,6 +85,7 @@ class StructureController:
         self._phase = _ALIGN
         self._restored: dict[str, InstancePlan] = {}  # plans of instances that were aligned, if the change fails
         self._failure = ""  # of the change, while these come into force again
+        self._lost: set[int] = set()  # devices that have failed; policies do not get them back
         self._recovering = ""  # name of the failed instance in whose place the change puts others
         self._stopped = False
         self.target: Plan | None = None
@@ -99,7 +100,11 @@ class StructureController:
             return policy.first_structure(self._start)
 
     def set_policy(self, policy: Policy, state: Any) -> None:
-        """Let another policy decide from the next tick on, beginning with its first state."""
+        """Let another policy decide from the next tick on, beginning with its first state.
+
+        Devices that have failed are used again if it wants them: an operator has chosen it knowing that.
+        """
+        self._lost.clear()
         self._policy, self._asked = policy, None
         self._state = self._state_when_done = state
         self.note = ""
@@ -158,6 +163,7 @@ class StructureController:
         kept = [instance for instance in plan.instances if instance.name != name]
         wanted = Plan(plan.version + 1, (*kept, *regroup.after))
         self._recovering = name
+        self._lost |= lost_devices(plan.instance(name), failed[name])
         self._begin(now, reason, wanted, StructuralChange({}, (regroup,), {}), self._state, instances)
 
     # -- decisions
@@ -175,7 +181,7 @@ class StructureController:
         try:
             proposal = policy.restructure(view, plan, self._state)
             reason, wanted, state = proposal.reason, proposal.plan, proposal.state
-            if wanted.instances != plan.instances:
+            if wanted.instances != plan.instances and not (waits := self._waits_for_devices(wanted)):
                 change = structural_change(plan, wanted, self._resources)
                 if not has_same_instances(plan, wanted):
                     self.check(wanted)
@@ -197,6 +203,11 @@ class StructureController:
                 self._state, self.note = state, reason
             else:
                 self._begin(now, reason, wanted, change, state, instances)
+
+    def _waits_for_devices(self, plan: Plan) -> str:
+        """Return which devices of a plan have failed; "" if none has."""
+        lost = sorted(self._lost & {device for instance in plan.instances for device in instance.devices})
+        return f"device {', '.join(map(str, lost))}, which failed" if lost else ""
 
     def _waits_for(self, view: ServiceView, plan: Plan, change: StructuralChange) -> str:
         """Return what has to come before the instances of a plan can begin; "" for nothing."""
