@@ -25,7 +25,7 @@ def recovery(
         after = tuple(_with_most_pages(member, start, resources) for member in members if not member.devices & lost)
     if not after and len(plan.instances) == 1:
         raise PlanError(f"no device is left that could go on for instance {name}")
-    return Regroup((name,), after)
+    return Regroup((name,), after, recovers=True)
 
 
 def lost_devices(plan: InstancePlan, error: BaseException) -> frozenset[int]:

@@ -42,6 +42,7 @@ class Regroup:
 
     before: tuple[str, ...]  # names
     after: tuple[InstancePlan, ...]
+    recovers: bool = False  # those that end have failed: nothing of them moves but their requests
 
     def __str__(self) -> str:
         after = " and ".join(f"{plan.name} (devices {_words(_ordered(plan))})" for plan in self.after)

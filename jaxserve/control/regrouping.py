@@ -164,7 +164,8 @@ class Regrouping:
 
     def _carry_out(self, regroup: Regroup) -> Waits[None]:
         before = tuple(map(self.in_force.instance, regroup.before))
-        kind = self._kind(before, regroup.after)
+        kind = Kind.RECOVER if regroup.recovers else kind_of(before, regroup.after)
+        self._check(regroup)
         self._book(before, regroup.after)
         staged = Staged()
         ended: list[Any] = []
@@ -196,8 +197,11 @@ class Regrouping:
         gone: dict[str, DeviceEntries] = {plan.name: {} for plan in before}
         self.ledgers.replace(gone | {plan.name: self.entries(plan) for plan in regroup.after} | {OWNER: {}})
 
-    def _kind(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> Kind:
-        return Kind.RECOVER if any(plan.name in self.host.failed for plan in before) else kind_of(before, after)
+    def _check(self, regroup: Regroup) -> None:
+        """Raise `EngineFailed` if an instance has failed for which the regroup does not make up."""
+        failed = [name for name in regroup.before if name in self.host.failed]
+        if failed and not regroup.recovers:
+            raise EngineFailed(f"instance {failed[0]} has failed")
 
     def _abandon(self, before: Sequence[InstancePlan]) -> None:
         """Free what instances that have failed need no more, so that others have room."""
@@ -268,8 +272,7 @@ class Regrouping:
 
         The instances that have ended are added to `ended`.
         """
-        if self._kind(before, regroup.after) is not kind:
-            raise EngineFailed(f"an instance has failed: {', '.join(regroup.before)}")
+        self._check(regroup)
         ending = [self.host.instance(plan.name) for plan in before]
         homeless: list[Any] = []
         with ExitStack() as undo:

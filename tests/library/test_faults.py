@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from jaxserve.build import BuiltEngine, async_engine, build
-from jaxserve.control.plan_edits import PlanEdit
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import EngineFailed
 from jaxserve.engine.async_engine import AsyncEngine
