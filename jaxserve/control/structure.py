@@ -22,7 +22,7 @@ from jaxserve.control.recovery import lost_devices, recovery
 from jaxserve.control.regroup import Regroup, StructuralChange, has_same_instances, structural_change
 from jaxserve.control.resources import Resources, validate
 from jaxserve.control.transitions import Outcome
-from jaxserve.core.errors import PlanError
+from jaxserve.core.errors import PlanError, StageFailed
 
 log = logging.getLogger(__name__)
 
@@ -153,11 +153,13 @@ class StructureController:
         plan = self._in_force.plan
         # Groups come first: those that they become may take the requests of others.
         name = min(failed, key=lambda name: plan.instance(name).lanes == 1)
-        reason = f"instance {name} has failed at {failed[name]}"
+        error = failed[name]
+        shown = str(error) if isinstance(error, StageFailed) else f"{type(error).__name__}: {error}"
+        reason = f"instance {name} has failed: {shown}"
         try:
             regroup = recovery(plan, name, failed[name], self._start, self._resources, self._in_force.used_names)
-        except PlanError as error:
-            self._record(self._decision(now, reason, f"rejected: {error}"))
+        except PlanError as impossible:
+            self._record(self._decision(now, reason, f"rejected: {impossible}"))
             actuator.give_up(name)
             return
         kept = [instance for instance in plan.instances if instance.name != name]

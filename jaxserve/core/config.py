@@ -321,7 +321,7 @@ class EngineConfig:
         str | None,
         Option(
             "Parallelism",
-            "DEVICE:STEP: let a device fail at its step of this number, to see how its requests go on elsewhere.",
+            "DEVICE:STEP: let a device fail at its step of this number, to try how its requests go on elsewhere.",
         ),
     ] = None
     virtual_devices: Annotated[

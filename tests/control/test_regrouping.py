@@ -105,9 +105,9 @@ class History:
     def die(self) -> None:
         """Let an instance fail if others can go on for it, perhaps in the middle of a change."""
         groups = [plan for plan in self.service.plan.instances if plan.lanes > 1]
-        plan = self.rng.choice(self.service.plan.instances)
-        if len(self.service.plan.instances) - len(groups) < 2:
+        if not groups and len(self.service.plan.instances) < 2:
             return
+        plan = self.rng.choice(groups or self.service.plan.instances)
         mend = self.service.break_soon(plan.name, self.rng.choice([None, *range(len(plan.stages))]))
         if self.rng.random() < 0.5:
             self.change()

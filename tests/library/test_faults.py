@@ -1,6 +1,7 @@
 """Devices that fail in the middle of streams: the answers are those of an engine that nothing happens to."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxserve.build import BuiltEngine, async_engine, build
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import EngineFailed
 from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.executor.faults import Fault
 from tests.library.adapting import until
 from tests.library.test_merge import DENSE, written
 from tests.library.test_merge_while_serving import collect
@@ -85,7 +87,7 @@ def test_the_survivor_of_a_group_answers_everything(model: Path, expected: list,
             assert built.control is not None
             last = built.control.decisions(1)[0]
             assert last["outcome"] == "done"
-            assert f"has failed at stage {device}: InjectedFault" in last["reason"]
+            assert f"has failed: stage {device}: InjectedFault" in last["reason"]
             return found
         finally:
             await engine.shutdown()
@@ -120,3 +122,70 @@ def test_the_last_instance_that_fails_ends_its_requests_with_errors(model: Path)
             await engine.shutdown()
 
     assert {type(answer) for answer in asyncio.run(serve())} == {EngineFailed}
+
+
+def failing(function: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """Return a function whose call of this number, from 0, raises."""
+    calls = iter(range(10**9))
+
+    def run(*arguments: Any) -> Any:
+        if next(calls) == call:
+            raise RuntimeError("the host has failed")
+        return function(*arguments)
+
+    return run
+
+
+def test_all_members_of_a_group_go_on_when_its_thread_fails(model: Path, expected: list) -> None:
+    built = built_of(model)
+
+    async def serve() -> list:
+        engine = async_engine(built)
+        try:
+            await drop(built)
+            (group,) = engine.loops.values()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(group.core, "update", failing(group.core.update, 20))
+                found = await asyncio.gather(*ask(engine))
+            # The operator's plan has the group, which forms again: no device is lost.
+            assert {device for instance in built.in_force.plan.instances for device in instance.devices} == {0, 1}
+            assert engine.snapshot().num_running == 0
+            await check_served(built, engine)
+            return found
+        finally:
+            await engine.shutdown()
+
+    assert asyncio.run(serve()) == expected
+
+
+@pytest.mark.parametrize("action", ["send", "receive"])
+def test_a_device_that_fails_in_an_exchange_costs_no_answer(
+    model: Path, expected: list, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    """The KV of running requests is under way when the group's second stage fails at its next step."""
+    built = built_of(model)
+    assert built.host is not None
+
+    carry_out = getattr(built.host, action)
+
+    def fail(groups: Any, rows: Any) -> Any:
+        groups[0].executor._faults = {1: Fault(1, 1)}
+        return carry_out(groups, rows)
+
+    monkeypatch.setattr(built.host, action, fail)
+
+    async def serve() -> list:
+        engine = async_engine(built)
+        try:
+            streams = ask(engine)
+            await until(lambda: sum(len(steps.core.request_ids) for steps in engine.loops.values()) == STREAMS)
+            await drop(built)
+            found = await asyncio.gather(*streams)
+            (survivor,) = built.in_force.plan.instances
+            assert survivor.devices == {0}
+            await check_served(built, engine)
+            return found
+        finally:
+            await engine.shutdown()
+
+    assert asyncio.run(serve()) == expected
