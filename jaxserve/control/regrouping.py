@@ -166,7 +166,7 @@ class Regrouping:
         before = tuple(map(self.in_force.instance, regroup.before))
         kind = Kind.RECOVER if regroup.recovers else kind_of(before, regroup.after)
         self._check(regroup)
-        self._book(before, regroup.after)
+        self._book(kind, before, regroup.after)
         staged = Staged()
         ended: list[Any] = []
         exchange: PageExchange | None = None
@@ -239,10 +239,10 @@ class Regrouping:
         except Exception:
             log.exception("instances have ended, and what they had may not have been freed")
 
-    def _book(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> None:
+    def _book(self, kind: Kind, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> None:
         """Book what devices take while instances are regrouped beyond what those that end have booked."""
         old, new = _totals(map(self.entries, before)), _totals(map(self.entries, after))
-        match kind_of(before, after):
+        match kind:
             case Kind.DROP:
                 new.update(left_over(lane_moves(before, after[0]), before[0], self.resources))
             case Kind.RESTORE:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxserve.core.errors import EngineFailed, PlanError
-from jaxserve.engine import sync_engine
+from jaxserve.engine import core, sync_engine
 from tests.engine.test_moves import requests_of, result_of, unmoved
 from tests.support.paged_host import (
     DEVICES,
@@ -37,9 +37,10 @@ FAULTS = (
 
 @pytest.fixture(autouse=True, scope="module")
 def do_not_pause() -> Iterator[None]:
-    """Let an engine whose requests all wait for another plan not wait with them."""
+    """Let an engine whose requests all wait for another plan not wait with them, and none of them end by failures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sync_engine, "PAUSE_SECONDS", 0)
+        patch.setattr(core, "MAX_FAILURES", 1000)  # more than there are in a history
         yield
 
 
