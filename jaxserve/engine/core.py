@@ -257,6 +257,7 @@ class EngineCore:
                 del self._requests[state.request.id]
                 self._end_early(state, FinishReason.ERROR, now)
                 failed.append(state.failed(EngineFailed(f"steps have failed that computed request {state.request.id}")))
+        self.scheduler.forget(now)
         self._take_snapshot(now)
         return failed
 

@@ -490,6 +490,8 @@ class PagedService:
     def recover(self) -> None:
         """Let others go on for the instances that have failed."""
         for name, error in self.engine.failed.items():
+            if len(self.plan.instances) == 1 and self.plan.instance(name).lanes == 1:
+                self.change(self.added())  # all others have ended meanwhile
             start, names = Plan(0, (self.start,)), (*self.in_force.used_names, *self.names)
             regroup = recovery(self.plan, name, error, start, self.resources, names)
             self._drive(lambda report, r=regroup: self.regrouping.carry_out((r,), report))
