@@ -48,6 +48,7 @@ from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.executor.block_store import BlockStore
 from jaxserve.executor.blocks import BlockBuilder
 from jaxserve.executor.executor import BlockExecutor
+from jaxserve.executor.faults import Fault
 from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.executor.host_memory import HostMemory, PinnedMemory, pinned_memory
 from jaxserve.executor.programs import Programs
@@ -105,6 +106,8 @@ class BuiltEngine:
         self.in_force.follow(front.reroute)
         if self.host is not None:
             self.host.connect(front)
+        if self.control is not None:
+            front.recover_by(self.control.can_recover)
 
 
 def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> SyncEngine:
@@ -195,6 +198,7 @@ def build(
         new_compiler=lambda: Compiler(saved, progress),
         tracer=tracer,
         step_log=step_log,
+        fault=None if config.inject_fault is None else Fault.of(config.inject_fault),
     )
     to_warm = WarmUp(
         maker.sizes,

@@ -84,6 +84,18 @@ class DeviceHost:
     def instance(self, name: str) -> StepLoop:
         return self.instances[name]
 
+    @property
+    def failed(self) -> Mapping[str, BaseException]:
+        return {} if self._front is None else self._front.failed
+
+    def abandon(self, instance: StepLoop, lost: Collection[int]) -> None:
+        executor, devices = _executor(instance), {self._maker.resolved.devices[index] for index in lost}
+        executor.pools.close()
+        executor.pools.give_up()
+        for block in executor.blocks:
+            if not devices.isdisjoint(block.placement.devices):
+                block.free()  # so that nothing is copied from there
+
     # -- what policies see
 
     def snapshots(self) -> dict[str, Snapshot]:

@@ -21,6 +21,7 @@ from jaxserve.executor.apart import ApartPlacement
 from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.compile_ahead import StepCompiler
 from jaxserve.executor.executor import BlockExecutor
+from jaxserve.executor.faults import Fault
 from jaxserve.executor.fused import FusedTier
 from jaxserve.executor.kv_exchange import Side
 from jaxserve.executor.pools import Pools
@@ -58,6 +59,7 @@ class InstanceMaker:
     tracer: RequestTracer | None = None
     step_log: StepLog | None = None
     costs: CostModel | None = None  # of steps, once they were measured
+    fault: Fault | None = None
     _numbers: count = field(default_factory=count)
 
     def sizes(self, plan: InstancePlan) -> InstanceSizes:
@@ -169,6 +171,12 @@ class InstanceMaker:
                 kinds[executable] = planned.block, precision
         return list(kinds.values())
 
+    def _faults(self, plan: InstancePlan) -> dict[int, Fault]:
+        """Return the faults of an instance's stages."""
+        if (fault := self.fault) is None:
+            return {}
+        return {index: fault for index, stage in enumerate(plan.stages) if fault.device in stage.devices}
+
     def _pools(self, plan: InstancePlan) -> Pools:
         """Return new pools of an instance."""
         side, compiler = self.side(plan), self.new_compiler()
@@ -200,6 +208,7 @@ class InstanceMaker:
             config.page_size,
             self.fused_tier(),
             compiler,
+            self._faults(plan),
         )
         number = next(self._numbers)
         core = EngineCore(

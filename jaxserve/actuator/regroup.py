@@ -1,7 +1,7 @@
 """The actuator of regroups on real devices: a thread that drives the procedure of `control.regrouping`."""
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,13 @@ class DeviceRegroupActuator:
 
     def is_warm(self, plan: InstancePlan) -> bool:
         return self._is_warm(plan)
+
+    @property
+    def failed(self) -> Mapping[str, BaseException]:
+        return self._regrouping.host.failed
+
+    def give_up(self, name: str) -> None:
+        self._front().give_up(name)
 
     def close(self) -> None:
         """End the thread, and drop regroups that have not ended. May be called several times."""

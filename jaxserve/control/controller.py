@@ -239,6 +239,10 @@ class Controller:
             with self._lock:
                 self.history.append(sample(now, plan, seen, self._resources, room.count))
 
+    def can_recover(self, name: str) -> bool:
+        """Return whether the requests of an instance that fails now can go on. Call from any thread."""
+        return self._structure.can_recover(name)
+
     def _is_warm(self, plan: InstancePlan) -> bool:
         return self._regrouper is not None and self._regrouper.is_warm(plan)
 

@@ -23,6 +23,7 @@ class Kind(Enum):
     DROP = "drop"  # in place: every device keeps a part of the layers, and the pages of all members for these
     RESTORE = "restore"  # in place, the reverse of a drop
     COPY = "copy"  # page by page to other devices
+    RECOVER = "recover"  # not at all: an instance that ends has failed, and all KV is computed again
 
     @property
     def joins(self) -> bool:
@@ -41,6 +42,7 @@ class Regroup:
 
     before: tuple[str, ...]  # names
     after: tuple[InstancePlan, ...]
+    recovers: bool = False  # those that end have failed: nothing of them moves but their requests
 
     def __str__(self) -> str:
         after = " and ".join(f"{plan.name} (devices {_words(_ordered(plan))})" for plan in self.after)

@@ -21,11 +21,12 @@ from jaxserve.control.ledger import DeviceEntries, DeviceLedgers
 from jaxserve.control.movement import lane_movement, movement
 from jaxserve.control.plan import InstancePlan, PlanInForce
 from jaxserve.control.reconfigure import SWAP_BUFFER, PlanFacts, Report
+from jaxserve.control.recovery import lost_devices
 from jaxserve.control.regroup import Kind, Regroup, kind_of
 from jaxserve.control.request_moves import GroupedInstance, RequestMoves
 from jaxserve.control.resources import Resources
 from jaxserve.control.transitions import Outcome, Rendezvous, Waits
-from jaxserve.core.errors import JaxserveError
+from jaxserve.core.errors import EngineFailed, JaxserveError
 from jaxserve.kvcache import JoinedIds, PagePool
 from jaxserve.scheduler.partition import SideLimits, partition
 
@@ -42,6 +43,15 @@ class InstanceHost(ExchangeHost, Protocol):
 
     def instance(self, name: str) -> GroupedInstance:
         """Return an instance that serves."""
+        ...
+
+    @property
+    def failed(self) -> Mapping[str, BaseException]:
+        """The instances that have failed and keep their requests, by name, with their errors."""
+        ...
+
+    def abandon(self, instance: Any, lost: Collection[int]) -> None:
+        """Free the KV of an instance that has failed, and what it has on stages whose devices are lost."""
         ...
 
     def stage(self, plans: Sequence[InstancePlan], seconds: float) -> Waits[Mapping[str, Any]]:
@@ -154,8 +164,9 @@ class Regrouping:
 
     def _carry_out(self, regroup: Regroup) -> Waits[None]:
         before = tuple(map(self.in_force.instance, regroup.before))
-        kind = kind_of(before, regroup.after)
-        self._book(before, regroup.after)
+        kind = Kind.RECOVER if regroup.recovers else kind_of(before, regroup.after)
+        self._check(regroup)
+        self._book(kind, before, regroup.after)
         staged = Staged()
         ended: list[Any] = []
         exchange: PageExchange | None = None
@@ -165,6 +176,8 @@ class Regrouping:
                 gradual = GradualRegroup(self, whole, members, ended)
                 yield from gradual.merge() if kind is Kind.MERGE else gradual.split()
             else:
+                if kind is Kind.RECOVER:
+                    yield Rendezvous(regroup.before, partial(self._abandon, before))
                 yield from self._stage(kind, before, regroup.after, staged)
                 others = [plan.name for plan in self.in_force.plan.instances if plan.name not in regroup.before]
                 stopped = (*regroup.before, *(others if kind is Kind.COPY and before else ()))
@@ -184,11 +197,23 @@ class Regrouping:
         gone: dict[str, DeviceEntries] = {plan.name: {} for plan in before}
         self.ledgers.replace(gone | {plan.name: self.entries(plan) for plan in regroup.after} | {OWNER: {}})
 
+    def _check(self, regroup: Regroup) -> None:
+        """Raise `EngineFailed` if an instance has failed for which the regroup does not make up."""
+        failed = [name for name in regroup.before if name in self.host.failed]
+        if failed and not regroup.recovers:
+            raise EngineFailed(f"instance {failed[0]} has failed")
+
+    def _abandon(self, before: Sequence[InstancePlan]) -> None:
+        """Free what instances that have failed need no more, so that others have room."""
+        for plan in before:
+            if error := self.host.failed.get(plan.name):
+                self.host.abandon(self.host.instance(plan.name), lost_devices(plan, error))
+
     def _stage(
         self, kind: Kind, before: Sequence[InstancePlan], after: Sequence[InstancePlan], staged: "Staged"
     ) -> Waits[None]:
         """Load what new instances need, while all instances serve."""
-        if kind is Kind.COPY:
+        if kind in (Kind.COPY, Kind.RECOVER):
             staged.parts = yield from self.host.stage(after, self._seconds(before, after))
         elif kind is Kind.RESTORE:
             staged.layers = yield from self.host.stage_layers(after, self._seconds(before, after))
@@ -214,10 +239,10 @@ class Regrouping:
         except Exception:
             log.exception("instances have ended, and what they had may not have been freed")
 
-    def _book(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> None:
+    def _book(self, kind: Kind, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> None:
         """Book what devices take while instances are regrouped beyond what those that end have booked."""
         old, new = _totals(map(self.entries, before)), _totals(map(self.entries, after))
-        match kind_of(before, after):
+        match kind:
             case Kind.DROP:
                 largest = max(before, key=lambda plan: plan.kv_pages // plan.lanes)
                 new.update(left_over(lane_moves(before, after[0]), largest, self.resources))
@@ -248,6 +273,7 @@ class Regrouping:
 
         The instances that have ended are added to `ended`.
         """
+        self._check(regroup)
         ending = [self.host.instance(plan.name) for plan in before]
         homeless: list[Any] = []
         with ExitStack() as undo:
@@ -258,8 +284,11 @@ class Regrouping:
                 made, homeless = self._part(kind, before[0], ending[0], regroup.after, moves, undo)
             else:
                 made = [self.host.open(plan, staged[plan.name], undo) for plan in regroup.after]
-                targets = [*made, *map(self.host.instance, others)]
+                targets = [*made, *(self.host.instance(name) for name in others if name not in self.host.failed)]
                 for source in ending:
+                    if kind is Kind.RECOVER:
+                        homeless += moves.take(source.core, keep_pages=False)
+                        continue
                     homeless += self._copy(source, before, targets, moves)
             if exchange is not None:
                 exchange.begin([plan.name for plan in regroup.after], made)

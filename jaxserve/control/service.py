@@ -87,6 +87,10 @@ class ControlPlane:
         """The policy that decides."""
         return self._controller.policy
 
+    def can_recover(self, name: str) -> bool:
+        """Return whether the requests of an instance that fails now can go on."""
+        return not self._closed and self._controller.can_recover(name)
+
     # -- what operators see
 
     def plan_yaml(self) -> str:

@@ -18,10 +18,11 @@ from jaxserve.control.instance_controller import Backoff, Failures, InstanceCont
 from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
 from jaxserve.control.policy import Policy, ServiceView, StructuralPolicy, errors_of_policy
 from jaxserve.control.record import Decision
+from jaxserve.control.recovery import lost_devices, recovery
 from jaxserve.control.regroup import Regroup, StructuralChange, has_same_instances, structural_change
 from jaxserve.control.resources import Resources, validate
 from jaxserve.control.transitions import Outcome
-from jaxserve.core.errors import PlanError
+from jaxserve.core.errors import PlanError, StageFailed
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,15 @@ class RegroupActuator(Protocol):
 
     def is_warm(self, plan: Any) -> bool:
         """Return whether all programs are compiled that an instance with this plan runs; if not, begin to do so."""
+        ...
+
+    @property
+    def failed(self) -> Mapping[str, BaseException]:
+        """The instances that have failed and keep their requests, by name, with their errors."""
+        ...
+
+    def give_up(self, name: str) -> None:
+        """End the requests of an instance that has failed, with an error."""
         ...
 
 
@@ -75,6 +85,9 @@ class StructureController:
         self._phase = _ALIGN
         self._restored: dict[str, InstancePlan] = {}  # plans of instances that were aligned, if the change fails
         self._failure = ""  # of the change, while these come into force again
+        self._lost: set[int] = set()  # devices that have failed; policies do not get them back
+        self._recovering = ""  # name of the failed instance in whose place the change puts others
+        self._stopped = False
         self.target: Plan | None = None
         """The plan that is being carried out, or None."""
         self.set_policy(policy, self.first_state(policy))
@@ -87,15 +100,19 @@ class StructureController:
             return policy.first_structure(self._start)
 
     def set_policy(self, policy: Policy, state: Any) -> None:
-        """Let another policy decide from the next tick on, beginning with its first state."""
+        """Let another policy decide from the next tick on, beginning with its first state.
+
+        Devices that have failed are used again if it wants them: an operator has chosen it knowing that.
+        """
+        self._lost.clear()
         self._policy, self._asked = policy, None
         self._state = self._state_when_done = state
         self.note = ""
         self.failures = Failures()
 
     def stop(self) -> None:
-        """Adopt no answer any more of a policy that has been asked."""
-        self._asked = None
+        """Adopt no answer any more of a policy that has been asked, and recover no instance."""
+        self._asked, self._stopped = None, True
 
     def check(self, plan: Plan) -> None:
         """Raise `PlanError` if the instances of a plan cannot take the place of those in force."""
@@ -109,8 +126,47 @@ class StructureController:
         if self._change is not None:
             with self._lock:
                 self._carry_on(now, self._change, instances)
+        elif self._actuator is not None and (failed := self._actuator.failed):
+            with self._lock:
+                self._recover(now, self._actuator, failed, instances)
         elif isinstance(self._policy, StructuralPolicy) and now >= self.failures.until:
             self._decide(now, self._policy, view, instances)
+
+    # -- instances that fail
+
+    def can_recover(self, name: str) -> bool:
+        """Return whether the requests of an instance that fails now can go on. Call from any thread."""
+        if self._actuator is None or self._stopped:
+            return False
+        plan, failed = self._in_force.plan, self._actuator.failed
+        serving = [instance for instance in plan.instances if instance.name not in failed and instance.name != name]
+        return bool(serving) or any(instance.name == name and instance.lanes > 1 for instance in plan.instances)
+
+    def _recover(
+        self,
+        now: float,
+        actuator: RegroupActuator,
+        failed: Mapping[str, BaseException],
+        instances: Mapping[str, InstanceController],
+    ) -> None:
+        """Begin to put others in the place of one of the instances that have failed."""
+        plan = self._in_force.plan
+        # Groups come first: those that they become may take the requests of others.
+        name = min(failed, key=lambda name: plan.instance(name).lanes == 1)
+        error = failed[name]
+        shown = str(error) if isinstance(error, StageFailed) else f"{type(error).__name__}: {error}"
+        reason = f"instance {name} has failed: {shown}"
+        try:
+            regroup = recovery(plan, name, failed[name], self._start, self._resources, self._in_force.used_names)
+        except PlanError as impossible:
+            self._record(self._decision(now, reason, f"rejected: {impossible}"))
+            actuator.give_up(name)
+            return
+        kept = [instance for instance in plan.instances if instance.name != name]
+        wanted = Plan(plan.version + 1, (*kept, *regroup.after))
+        self._recovering = name
+        self._lost |= lost_devices(plan.instance(name), failed[name])
+        self._begin(now, reason, wanted, StructuralChange({}, (regroup,), {}), self._state, instances)
 
     # -- decisions
 
@@ -127,7 +183,7 @@ class StructureController:
         try:
             proposal = policy.restructure(view, plan, self._state)
             reason, wanted, state = proposal.reason, proposal.plan, proposal.state
-            if wanted.instances != plan.instances:
+            if wanted.instances != plan.instances and not (waits := self._waits_for_devices(wanted)):
                 change = structural_change(plan, wanted, self._resources)
                 if not has_same_instances(plan, wanted):
                     self.check(wanted)
@@ -149,6 +205,11 @@ class StructureController:
                 self._state, self.note = state, reason
             else:
                 self._begin(now, reason, wanted, change, state, instances)
+
+    def _waits_for_devices(self, plan: Plan) -> str:
+        """Return which devices of a plan have failed; "" if none has."""
+        lost = sorted(self._lost & {device for instance in plan.instances for device in instance.devices})
+        return f"device {', '.join(map(str, lost))}, which failed" if lost else ""
 
     def _waits_for(self, view: ServiceView, plan: Plan, change: StructuralChange) -> str:
         """Return what has to come before the instances of a plan can begin; "" for nothing."""
@@ -236,6 +297,8 @@ class StructureController:
             instance.held = True
             if not instance.settled:
                 settled = False
+            elif instance.error and name == self._recovering:
+                instance.error = ""  # of a transition that came to nothing because the instance has failed
             elif instance.error:
                 error, instance.error = instance.error, ""
                 self._fail_change(now, error)
@@ -271,6 +334,9 @@ class StructureController:
         assert self._open is not None
         number, decision = self._open
         self._record(replace(decision, outcome=outcome), number)
+        if self._recovering and outcome != "done" and self._actuator is not None:
+            self._actuator.give_up(self._recovering)
+        self._recovering = ""
         self.target, self._change, self._open = None, None, None
         if outcome == "done":
             self._state = self._state_when_done

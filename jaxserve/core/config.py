@@ -317,6 +317,13 @@ class EngineConfig:
             minimum=1,
         ),
     ] = None
+    inject_fault: Annotated[
+        str | None,
+        Option(
+            "Parallelism",
+            "DEVICE:STEP: let a device fail at its step of this number, to try how its requests go on elsewhere.",
+        ),
+    ] = None
     virtual_devices: Annotated[
         int | None,
         Option(

@@ -46,6 +46,7 @@ class EngineOptions(TypedDict, total=False):
     dp: int
     max_tp: int | None
     max_pp: int | None
+    inject_fault: str | None
     virtual_devices: int | None
     kernel_backend: KernelBackend
     compile_cache: str | Path | None

@@ -94,6 +94,15 @@ class EngineFailed(JaxserveError):
     status = 500
 
 
+class StageFailed(EngineFailed):
+    """An error in a step of an instance, at one of its stages: what this stage's devices hold is lost."""
+
+    def __init__(self, stage: int, error: BaseException):
+        """`stage`: its index in the instance's plan. `error`: what was raised there."""
+        super().__init__(f"stage {stage}: {type(error).__name__}: {error}")
+        self.stage = stage
+
+
 class NonFiniteOutput(JaxserveError):
     """A request for which the model computed NaN or infinity, so that it cannot go on."""
 

@@ -73,7 +73,7 @@ class PendingStep(Protocol):
         ...
 
     def fetch(self) -> StepOutput:
-        """Wait for the device and return the result."""
+        """Wait for the device and return the result. Raise `StageFailed` if it cannot compute that."""
         ...
 
 

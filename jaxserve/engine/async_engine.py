@@ -180,6 +180,16 @@ class AsyncEngine:
     ) -> None:
         self._instances.replace(before, after, homeless)
 
+    @property
+    def failed(self) -> Mapping[str, BaseException]:
+        return self._instances.failed
+
+    def give_up(self, name: str) -> None:
+        self._instances.give_up(name)
+
+    def recover_by(self, can_recover: Callable[[str], bool]) -> None:
+        self._instances.recover_by(can_recover)
+
     def place(self, states: Iterable[RequestState]) -> None:
         self._instances.place(states)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.control.costs import InstanceCost
-from jaxserve.core.errors import JaxserveError, NonFiniteOutput, QueueFull, RequestError
+from jaxserve.core.errors import EngineFailed, JaxserveError, NonFiniteOutput, QueueFull, RequestError
 from jaxserve.core.request import FinishReason, Request, RequestOutput, Sequence, SequenceStatus
 from jaxserve.core.step_load import Loads
 from jaxserve.core.structured import Matcher
@@ -29,6 +29,8 @@ from jaxserve.telemetry import EngineMetrics, Snapshot
 from jaxserve.telemetry.tracing import EndedRequest
 
 log = logging.getLogger(__name__)
+
+MAX_FAILURES = 2  # of steps that a request survives, which may itself be the reason
 
 
 @dataclass
@@ -253,6 +255,26 @@ class EngineCore:
         return self.detach(
             state.request.id for state in self._outgrown if not any(s.num_inflight for s in state.sequences)
         )
+
+    def abandon(self, now: float) -> list[RequestOutput]:
+        """Take note that the steps in flight have failed, and no step follows. Return the outputs of failed requests.
+
+        These have lost a part of their answers, or steps have failed too often while they ran. All others go on
+        wherever they are attached.
+        """
+        failed: list[RequestOutput] = []
+        for state in list(self._requests.values()):
+            for sequence in state.sequences:
+                sequence.num_inflight = sequence.num_known_inflight = 0
+            unfinished = state.unfinished_sequences
+            state.failures += any(sequence.status is SequenceStatus.RUNNING for sequence in unfinished)
+            if state.failures > MAX_FAILURES or state.unfinished != len(unfinished):
+                del self._requests[state.request.id]
+                self._end_early(state, FinishReason.ERROR, now)
+                failed.append(state.failed(EngineFailed(f"steps have failed that computed request {state.request.id}")))
+        self.scheduler.forget(now)
+        self._take_snapshot(now)
+        return failed
 
     def close(self) -> None:
         """Let the snapshot show the totals of an instance that has ended, and nothing else."""

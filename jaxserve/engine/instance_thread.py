@@ -82,6 +82,10 @@ class Front(Protocol):
         """End a request, wherever it is."""
         ...
 
+    def can_recover(self, name: str) -> bool:
+        """Return whether the requests of an instance that fails go on on others."""
+        ...
+
     def place(self, states: Iterable[RequestState], *, outgrown: bool = False) -> None:
         """Find instances for requests that have left their core, which could not hold them any more if `outgrown`."""
         ...
@@ -159,6 +163,16 @@ class InstanceThread:
             stop.reached.set()
         return stop
 
+    @property
+    def failed(self) -> bool:
+        """True if the instance has failed and keeps its requests, which go on on other instances."""
+        return self.failure is not None and not self._stopping
+
+    @property
+    def over(self) -> bool:
+        """True if the thread has ended, or is about to because its instance has failed for good."""
+        return self._started and (not self.alive or (self.failure is not None and self._stopping))
+
     def retire(self) -> None:
         """End the thread at its present stop. It has no requests any more."""
         self._retired = self._stopping = True
@@ -179,21 +193,38 @@ class InstanceThread:
         return EngineStopped("the engine has stopped")
 
     def _run(self) -> None:
-        try:
-            while not self._stopping:
+        while not self._stopping:
+            try:
                 self._take_commands()
-                if not self._stopping:
-                    self._deliver(self.steps.step())
-                    if outgrown := self.steps.core.take_outgrown():
-                        self._front.place(outgrown, outgrown=True)
-                    self.progress = self.steps.clock.now()
-        except BaseException as error:
-            log.exception("the engine loop failed")
-            self.failure = error
+                if self.failed:
+                    self.steps.run_calls()
+                elif not self._stopping:
+                    self._step()
+            except BaseException as error:
+                self._fail(error)
         self._over = not self._retired
         if not self._retired:
             self._end_requests()
         self._take_commands()
+
+    def _step(self) -> None:
+        self._deliver(self.steps.step())
+        if outgrown := self.steps.core.take_outgrown():
+            self._front.place(outgrown, outgrown=True)
+        self.progress = self.steps.clock.now()
+
+    def _fail(self, error: BaseException) -> None:
+        """Step no more, and end, unless the requests can go on on other instances."""
+        log.error("instance %s has failed", self.name, exc_info=error)
+        self._stopping = self._stopping or self.failure is not None or not self._front.can_recover(self.name)
+        self.failure = self.failure or error
+        self.steps.core.metrics.failed()
+        if not self._stopping:
+            try:
+                self._deliver(self.steps.abandon())
+            except BaseException:
+                log.exception("the requests of instance %s are lost", self.name)
+                self._stopping = True
 
     def _end_requests(self) -> None:
         for entry in self._directory.on(self.name):
@@ -205,7 +236,7 @@ class InstanceThread:
 
     def _take_commands(self) -> None:
         """Run the waiting commands, or wait for one if the engine is idle."""
-        block = self.steps.idle and not self._stopping and self.failure is None
+        block = (self.steps.idle or self.failure is not None) and not self._stopping
         while True:
             try:
                 command = self._commands.get(block=block)
@@ -219,10 +250,15 @@ class InstanceThread:
         self._stopping = True
 
     def _halt(self, stop: Stop) -> None:
-        if self._stopping or self.failure is not None or stop.over.is_set():
+        if self._stopping or stop.over.is_set():
             return
         self.steps.run_calls()
-        self._deliver(self.steps.drain())
+        try:
+            self._deliver(self.steps.drain())
+        except BaseException as error:
+            self._fail(error)
+            if not self.failed:
+                return
         stop.reached.set()
         stop.over.wait()
         self.progress = self.steps.clock.now()
@@ -230,7 +266,7 @@ class InstanceThread:
     def _add(self, entry: StreamEntry) -> None:
         if self._retired or self._directory.get(entry.request.id) is not entry:
             return  # it was sent to another instance, or its client was told of the end of this thread
-        error = self.end_error() if self._stopping or self.failure is not None else self._accept(entry)
+        error = self.end_error() if self._stopping else self._accept(entry)
         if error is not None:
             self._directory.end(entry)
             if entry.accepted:

@@ -1,7 +1,7 @@
 """The instances of an `AsyncEngine`, each of which steps in a thread of its own."""
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from jaxserve.core.clock import Clock
@@ -25,6 +25,7 @@ class InstanceThreads:
         """Start a thread for each instance."""
         self._directory, self._clock = directory, clock
         self._refusing = self._closed = False
+        self._can_recover: Callable[[str], bool] = lambda name: False
         self._changing = threading.Lock()  # held while instances are stopped
         self._stops: dict[str, Stop] = {}  # by instance, while `stopped` is in progress
         self._ended: EndedInstances[StepLoop] = EndedInstances()
@@ -41,13 +42,13 @@ class InstanceThreads:
     @property
     def ready(self) -> bool:
         """True if all threads step, or are about to."""
-        return all(not t.started or (t.alive and t.failure is None) for t in self._threads.values())
+        return not any(thread.over for thread in self._threads.values())
 
     @property
     def busy(self) -> bool:
         """True if a thread that has not failed has requests."""
         return any(
-            thread.alive and thread.failure is None and (self._directory.on(name) or not thread.steps.idle)
+            thread.alive and not thread.over and (self._directory.on(name) or not thread.steps.idle)
             for name, thread in self._threads.items()
         )
 
@@ -63,7 +64,7 @@ class InstanceThreads:
         """Raise `EngineFailed` if a thread has died, or has work and makes no progress."""
         now = self._clock.now()
         for thread in self._threads.values():
-            if thread.failure is not None or (thread.started and not thread.alive and not self._closed):
+            if thread.over and (thread.failure is not None or not self._closed):
                 raise EngineFailed(f"the engine loop has ended: {thread.failure!r}")
             if thread.started and not thread.steps.idle and now - thread.progress > STALL_SECONDS:
                 raise EngineFailed(f"no step has ended for {now - thread.progress:.0f} s although there is work")
@@ -108,6 +109,22 @@ class InstanceThreads:
             for thread in self._threads.values():
                 thread.stop()
                 thread.join()
+
+    # -- instances that fail
+
+    @property
+    def failed(self) -> Mapping[str, BaseException]:
+        return {name: t.failure for name, t in self._threads.items() if t.failed and t.failure is not None}
+
+    def give_up(self, name: str) -> None:
+        if (thread := self._threads.get(name)) is not None and thread.failed:
+            thread.stop()
+
+    def recover_by(self, can_recover: Callable[[str], bool]) -> None:
+        self._can_recover = can_recover
+
+    def can_recover(self, name: str) -> bool:
+        return self._can_recover(name)
 
     # -- instances that come and go
 

@@ -1,6 +1,6 @@
 """The set of an engine's instances, which changes while requests are served."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -52,6 +52,22 @@ class InstanceSet(Protocol):
 
         They have given up their pages, and are computed again. A sequence that no plan can hold ends by its length.
         """
+        ...
+
+    @property
+    def failed(self) -> Mapping[str, BaseException]:
+        """The instances that have failed and keep their requests, by name, with what their steps have raised.
+
+        They step no more, and count as stopped. They end by `replace` or `give_up`.
+        """
+        ...
+
+    def give_up(self, name: str) -> None:
+        """End the requests of an instance that has failed, with an error. No effect on others."""
+        ...
+
+    def recover_by(self, can_recover: Callable[[str], bool]) -> None:
+        """Let instances that fail keep their requests from now on if `can_recover(name)`, for a change that follows."""
         ...
 
     def waiting_room(self) -> WaitingRoom:

@@ -78,6 +78,13 @@ class _LoggedRegrouper:
     def is_warm(self, plan: InstancePlan) -> bool:
         return self._regrouper.is_warm(plan)
 
+    @property
+    def failed(self) -> Mapping[str, BaseException]:
+        return self._regrouper.failed
+
+    def give_up(self, name: str) -> None:
+        self._regrouper.give_up(name)
+
 
 class LoggedController(Controller):
     """A controller whose ticks and decisions are logged."""

@@ -13,6 +13,7 @@ import queue
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.request import Request, RequestOutput
@@ -86,6 +87,17 @@ class StepLoop:
         while self._steps:
             outputs += self._collect()
         return outputs
+
+    def abandon(self) -> list[RequestOutput]:
+        """Forget the steps on the device after one of them has failed. No step follows.
+
+        All tokens that are not known are sampled again wherever the requests go on. Return the outputs of requests that
+        cannot go on.
+        """
+        steps, self._steps = self._steps, deque()
+        for function in chain.from_iterable(step.afterwards for step in steps):
+            function()
+        return self.core.abandon(self.clock.now())
 
     @property
     def idle(self) -> bool:

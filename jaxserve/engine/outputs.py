@@ -28,6 +28,7 @@ class RequestState:
     returned_characters: list[int] = field(default_factory=list)  # by sequence
     returned_prompt: bool = False  # the log-probabilities of the prompt
     unfinished: int = 0
+    failures: int = 0  # times that its instance has failed while it ran
     finished_at: float | None = None
 
     def __post_init__(self) -> None:

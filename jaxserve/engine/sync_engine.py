@@ -1,6 +1,7 @@
 """The synchronous engine, which steps all instances in the caller's thread. `LLM` runs it in an `EngineThread`."""
 
 import itertools
+import logging
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -8,7 +9,7 @@ from contextlib import contextmanager
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import EngineFailed, JaxserveError, NoTokenizer
-from jaxserve.core.request import Request, RequestOutput
+from jaxserve.core.request import FinishReason, Request, RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.structured import GrammarCompiler
 from jaxserve.engine.client import ModelInfo, Prompt, TextPrompt
@@ -19,6 +20,8 @@ from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState, failed_output
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.telemetry import Snapshot, WaitingRoom
+
+log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.02  # how long a step waits if all requests wait for a change of the plan
 
@@ -57,6 +60,9 @@ class SyncEngine:
             max_model_len=max_model_len,
             rejected=next(iter(instances.values())).core.metrics.rejected,
         )
+        self._failed: dict[str, BaseException] = {}  # instances that keep their requests
+        self._given_up: set[str] = set()  # failed instances whose requests have ended
+        self._can_recover: Callable[[str], bool] = lambda name: False
         self._outputs: list[RequestOutput] = []  # that the next step returns
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for between two steps
         self._ended: EndedInstances[StepLoop] = EndedInstances()
@@ -125,10 +131,10 @@ class SyncEngine:
         """Step every instance that has work, and return the new outputs."""
         with self._turn:
             self._changed.clear()
-            working = [steps for steps in self._loops.values() if not steps.idle]
-            for steps in working:
-                self._take(steps.step())
-                self._leave(steps.core.take_outgrown(), outgrown=True)
+            working = [n for n, steps in self._loops.items() if not (steps.idle or n in self._failed)]
+            for name in working:
+                self._take(self._or_failed(name, self._loops[name].step))
+                self._leave(self._loops[name].core.take_outgrown(), outgrown=True)
             outputs, self._outputs = self._outputs, []
         self._run_calls()
         if not (working or outputs or self.idle):
@@ -170,7 +176,7 @@ class SyncEngine:
         try:
             for name in names:
                 self._loops[name].run_calls()
-                self._take(self._loops[name].drain())
+                self._take(self._or_failed(name, self._loops[name].drain))
             yield
         finally:
             self._ended.settle(self._loops)
@@ -186,6 +192,7 @@ class SyncEngine:
         ids = {name: tuple(steps.core.request_ids) for name, steps in loops.items()}
         _, lost = self._directory.moved(loops, ids)
         self._loops = loops
+        self._failed = {name: error for name, error in self._failed.items() if name in loops}
         for steps in after.values():
             steps.wake = self._run_calls
         for entry in lost:
@@ -194,6 +201,36 @@ class SyncEngine:
             else:
                 self._end(entry, lost_request(entry.request))
         self._ended.add(ending)
+
+    @property
+    def failed(self) -> Mapping[str, BaseException]:
+        return dict(self._failed)
+
+    def give_up(self, name: str) -> None:
+        def end_requests() -> None:
+            if error := self._failed.get(name):
+                self._given_up.add(name)
+                for entry in self._directory.on(name):
+                    self._loops[name].core.abort(entry.request.id, FinishReason.ERROR, self._clock.now())
+                    self._end(entry, EngineFailed(f"instance {name} has failed: {error}"))
+
+        self._calls.put(end_requests)
+        self._run_calls()
+
+    def recover_by(self, can_recover: Callable[[str], bool]) -> None:
+        self._can_recover = can_recover
+
+    def _or_failed(self, name: str, step: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
+        """Return the outputs of steps. If these fail, the instance steps no more; raise unless others go on for it."""
+        try:
+            return step()
+        except Exception as error:
+            self._loops[name].core.metrics.failed()
+            if not self._can_recover(name):
+                raise
+            log.exception("instance %s has failed", name)
+            self._failed[name] = error
+            return self._loops[name].abandon()
 
     def place(self, states: Iterable[RequestState]) -> None:
         self._leave(states)
@@ -226,6 +263,8 @@ class SyncEngine:
 
     def _send(self, entry: Entry[None]) -> None:
         assert entry.instance is not None
+        if entry.instance in self._given_up:
+            raise EngineFailed(f"instance {entry.instance} has failed")
         steps = self._loops[entry.instance]
         if entry.state is None:
             steps.add(entry.request, self.info, accepted=entry.accepted)

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax import Array
 
 from jaxserve.compilation.programs import Compiler
+from jaxserve.core.errors import StageFailed
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.request import Sequence
 from jaxserve.core.step_shapes import Buckets, StepShape
@@ -23,6 +24,7 @@ from jaxserve.core.work import Work
 from jaxserve.executor.batch import pack
 from jaxserve.executor.blocks import BlockSignature, LoadedBlock
 from jaxserve.executor.compile_ahead import StepCompiler
+from jaxserve.executor.faults import Fault
 from jaxserve.executor.fused import FusedTier, StageKey, StageProgram
 from jaxserve.executor.outputs import DispatchedStep, ForwardOutput, wants_prompt_logprobs
 from jaxserve.executor.pools import Pools
@@ -50,10 +52,12 @@ class BlockExecutor:
         page_size: int,
         fused: FusedTier | None = None,
         compiler: Compiler | None = None,
+        faults: Mapping[int, Fault] | None = None,
     ):
         """Take the model's `blocks` in order, the KV pools of their decoder layers, and all instances' programs.
 
-        Steps run block by block without `fused`. The default `compiler` has no saved executables.
+        Steps run block by block without `fused`. The default `compiler` has no saved executables. `faults` are those of
+        stages whose devices shall fail.
         """
         self.blocks = list(blocks)
         self.pools = pools
@@ -69,7 +73,7 @@ class BlockExecutor:
         last = self._stages[-1].placement
         self._inputs = {stage.placement: programs.inputs(stage.placement) for stage in self._stages}
         self._slice_tile, self._normalize = programs.slice_tile(last, buckets.tile), programs.normalize(last)
-        self._compiler = compiler or Compiler()
+        self._compiler, self._faults = compiler or Compiler(), faults or {}
         sizes = InstanceSizes(buckets, pools.sizes, sampler.max_len, pools.lanes.count)
         self._ahead = StepCompiler(self._compiler, programs, sizes)
         on_cpu = self._stages[0].placement.platform == "cpu"
@@ -79,13 +83,34 @@ class BlockExecutor:
         self._layer_calls: dict[tuple[int, StepShape, int], tuple[Callable, ...]] = {}
 
     def execute(self, work: Work) -> DispatchedStep:
-        """Dispatch a step without waiting for it."""
+        """Dispatch a step without waiting for it. Raise `StageFailed` if that fails at a stage."""
         shape = self.buckets.of(work)
         packed, x = pack(work, shape, self.table.rows, self.page_size), None
         *before, last = range(len(self._stages))
         for stage in before:
-            x, _ = self._threads.run(stage, self._run_stage, stage, shape, packed, x)
-        return self._threads.run(last, self._finish, last, work, shape, packed, x)
+            x, _ = self._run_at(stage, self._run_stage, shape, packed, x)
+        return self._run_at(last, self._finish, work, shape, packed, x)
+
+    def _run_at(self, stage: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what a function returns in a stage's thread."""
+        try:
+            if fault := self._faults.get(stage):
+                fault.reached()
+            return self._threads.run(stage, function, stage, *arguments)
+        except Exception as error:
+            raise StageFailed(stage, error) from error
+
+    def failure_of(self, error: Exception) -> StageFailed:
+        """Return the failure of a step whose results could not be fetched, with the stage that has failed.
+
+        That is the first one whose KV has been lost with it, otherwise the last one.
+        """
+        for index, stage in enumerate(self._stages):
+            try:
+                jax.block_until_ready(self.pools[stage.pools])
+            except Exception:
+                return StageFailed(index, error)
+        return StageFailed(len(self._stages) - 1, error)
 
     def _finish(self, stage: int, work: Work, shape: StepShape, packed: np.ndarray, x: Array | None) -> DispatchedStep:
         """Dispatch the last stage of a step, and what follows from its results."""
@@ -98,7 +123,7 @@ class BlockExecutor:
             sample = partial(self._threads.run, stage, self._sample, work, out.logits)
         else:
             sample = partial(self._sample, work, out.logits)
-        return DispatchedStep(work, sample, scores, embeddings)
+        return DispatchedStep(work, sample, scores, embeddings, self.failure_of)
 
     def start_compiling(self) -> None:
         """Start to compile or load the executables of every shape, in other threads."""

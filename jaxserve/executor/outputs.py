@@ -32,9 +32,14 @@ class DispatchedStep:
         sample: Callable[[], Sampled],
         scores: dict[int, list[Logprobs]],
         embeddings: Array | None,
+        failure_of: Callable[[Exception], Exception],
     ):
-        """`sample` dispatches the sampling. `scores`: of prompt tokens, by the index of a chunk its tiles."""
+        """`sample` dispatches the sampling. `scores`: of prompt tokens, by the index of a chunk its tiles.
+
+        `failure_of` returns what `fetch` raises when an error comes from a device.
+        """
         self.work, self.scores, self.embeddings = work, scores, embeddings
+        self._failure_of = failure_of
         self._sample, self._sampled = sample, None if work.sampled_late else sample()
 
     def sample(self) -> None:
@@ -51,6 +56,12 @@ class DispatchedStep:
 
     def fetch(self) -> StepOutput:
         """Wait for the device and return the step's output."""
+        try:
+            return self._fetch()
+        except Exception as error:
+            raise self._failure_of(error) from error
+
+    def _fetch(self) -> StepOutput:
         rows = len(self.work.decodes) + len(self.work.chunks)
         logprobs: dict[str, np.ndarray] = {}
         if self.sampled.logprobs is not None:

@@ -289,6 +289,13 @@ class Scheduler:
         self.pages.forget(lost)
         self.arrive(lost)
 
+    def forget(self, now: float) -> None:
+        """Let all sequences wait without pages, and empty the prefix cache: no contents are sure any more."""
+        sequences = [*self.running, *self._waiting]
+        self.detach(sequences, keep_pages=False)
+        self.attach(sequences, None, now)
+        self.pages.clear_cache()
+
     def is_held(self, sequence: Sequence) -> bool:
         """Return whether pages of a sequence are on their way."""
         if sequence.status is SequenceStatus.RUNNING:

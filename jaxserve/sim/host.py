@@ -43,6 +43,13 @@ class SimHost:
     def instance(self, name: str) -> SimInstance:
         return self._front.instances[name]
 
+    @property
+    def failed(self) -> Mapping[str, BaseException]:
+        return {}  # simulated devices do not fail
+
+    def abandon(self, instance: SimInstance, lost: Collection[int]) -> None:
+        raise AssertionError("simulated instances do not fail")
+
     def take_pause(self) -> tuple[float, int]:
         """Return how long (s) it takes to move what was moved since the last call, and the bytes that cross links."""
         moved, self._moved = self._moved, []

@@ -1,6 +1,6 @@
 """The actuator of regroups in virtual time, which drives the procedure of `control.regrouping`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,6 +64,13 @@ class SimRegroupActuator:
 
     def is_warm(self, plan: InstancePlan) -> bool:
         return True
+
+    @property
+    def failed(self) -> Mapping[str, BaseException]:
+        return self._host.failed
+
+    def give_up(self, name: str) -> None:
+        pass
 
     def _stop(self, wait: Rendezvous | BetweenStepsOf) -> None:
         """Stop instances. Between two steps of a real one the device has work, so that this is slower than real."""

@@ -46,6 +46,7 @@ COUNTERS = {
     "prompt_tokens_cached": "Prompt tokens found in the prefix cache.",
     "generation_tokens": "Tokens generated.",
     "non_finite_outputs": "Requests ended because the model computed NaN or infinity for them.",
+    "instance_failures": "Failures of the instance, after which it computes nothing more.",
 }
 SUCCESS = ("request_success", "finished_reason", "Finished requests by reason.")  # name, label, help
 HISTOGRAMS = {

@@ -131,6 +131,10 @@ class InstanceMetrics:
         """Count a request that ended because the model computed NaN or infinity for it."""
         self._add("non_finite_outputs", 1)
 
+    def failed(self) -> None:
+        """Count a failure of the instance, which steps no more."""
+        self._add("instance_failures", 1)
+
     def figures(self) -> InstanceFigures:
         """Return all values as they are now."""
         with self._lock:

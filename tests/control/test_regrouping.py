@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxserve.core.errors import PlanError
-from jaxserve.engine import sync_engine
+from jaxserve.core.errors import EngineFailed, PlanError
+from jaxserve.engine import core, sync_engine
 from tests.engine.test_moves import requests_of, result_of, unmoved
 from tests.support.paged_host import (
     DEVICES,
@@ -37,9 +37,10 @@ FAULTS = (
 
 @pytest.fixture(autouse=True, scope="module")
 def do_not_pause() -> Iterator[None]:
-    """Let an engine whose requests all wait for another plan not wait with them."""
+    """Let an engine whose requests all wait for another plan not wait with them, and none of them end by failures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sync_engine, "PAUSE_SECONDS", 0)
+        patch.setattr(core, "MAX_FAILURES", 1000)  # more than there are in a history
         yield
 
 
@@ -59,6 +60,8 @@ class History:
                 self.serve()
             self.change()
             self.service.check()
+            if self.rng.random() < 0.15:
+                self.die()
         while self.waiting:
             self.serve()
         self.service.finish()
@@ -95,10 +98,25 @@ class History:
             self.failed[str(error)] += 1
             names = [{instance.name for instance in each.instances} for each in (plan, self.service.plan)]
             assert names[0] == names[1]
-        except (PlanError, ValueError) as error:  # more pages are in use than the parts would have
+        except (PlanError, ValueError, EngineFailed) as error:  # more pages are in use than the parts would have
             self.failed[type(error).__name__] += 1
         finally:
             self.service.host.before = lambda action: None
+
+    def die(self) -> None:
+        """Let an instance fail if others can go on for it, perhaps in the middle of a change."""
+        groups = [plan for plan in self.service.plan.instances if plan.lanes > 1]
+        if not groups and len(self.service.plan.instances) < 2:
+            return
+        plan = self.rng.choice(groups or self.service.plan.instances)
+        mend = self.service.break_soon(plan.name, self.rng.choice([None, *range(len(plan.stages))]))
+        if self.rng.random() < 0.5:
+            self.change()
+        for _ in range(3):
+            self.serve()
+        mend()
+        self.service.recover()
+        self.service.check()
 
     def _merge(self):
         by_degree: dict[int, list[str]] = {}
@@ -176,6 +194,7 @@ def test_histories_have_all_kinds_of_regroups_and_faults() -> None:
         failed += history.failed
     assert {"2 -> 1", "4 -> 1", "1 -> 2", "1 -> 4", "0 -> 1", "1 -> 0"} <= kinds.keys()
     assert sum(failed[fault] for fault in FAULTS) > 5
+    assert {"group fails", "instance fails"} <= kinds.keys()
 
 
 def test_an_instance_holds_no_longer_requests_than_its_members_while_its_pages_are_divided() -> None:

@@ -46,6 +46,10 @@ class FakeRegrouper:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
+    @property
+    def failed(self) -> dict[str, BaseException]:
+        return {}
+
     def is_warm(self, plan: InstancePlan) -> bool:
         return plan.stages[0].devices not in self.cold
 

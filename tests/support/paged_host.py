@@ -16,6 +16,7 @@ from jaxserve.control.groups import grouped_plan, restored_plans
 from jaxserve.control.ledger import DeviceLedgers, Ledger
 from jaxserve.control.plan import InstancePlan, Plan, PlanInForce, StagePlan, block_chain, parallel_plan
 from jaxserve.control.reconfigure import PlanFacts, Reconfiguration
+from jaxserve.control.recovery import recovery
 from jaxserve.control.regroup import merged_plan, new_names, split_plans, structural_change
 from jaxserve.control.regrouping import Regrouping
 from jaxserve.control.resources import Resources, validate
@@ -23,7 +24,7 @@ from jaxserve.control.service_limits import ServiceLimits
 from jaxserve.control.transitions import BetweenSteps, BetweenStepsOf, Rendezvous, Sleep, Waits
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import VirtualClock
-from jaxserve.core.errors import JaxserveError
+from jaxserve.core.errors import JaxserveError, StageFailed
 from jaxserve.core.request import RequestOutput, SequenceStatus
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.engine.client import ModelInfo
@@ -96,6 +97,14 @@ class PagedHost:
 
     def instance(self, name: str) -> StepLoop:
         return self.instances[name]
+
+    @property
+    def failed(self) -> Mapping[str, BaseException]:
+        return self._service.engine.failed
+
+    def abandon(self, instance: StepLoop, lost: Collection[int]) -> None:
+        self.before("abandon")
+        pages_of(instance)[:] = GARBAGE
 
     def make(self, plan: InstancePlan, pool: PagePool, contents: np.ndarray) -> StepLoop:
         made = self._service.loop(plan, pool, contents)
@@ -465,6 +474,30 @@ class PagedService:
         for regroup in change.regroups:
             self.regroups[f"{len(regroup.before)} -> {len(regroup.after)}"] += 1
         self._adapt(change.finish)
+
+    def break_soon(self, name: str, stage: int | None) -> Callable[[], None]:
+        """Let the next step of an instance fail, at a stage or in the host. Return what ends that."""
+        executor, error = (
+            self.host.instance(name).executor,
+            StageFailed(stage, Broken()) if stage is not None else Broken(),
+        )
+
+        def execute(*_: object) -> None:
+            raise error
+
+        executor.execute = execute  # type: ignore[method-assign]
+        self.engine.recover_by(lambda name: True)
+        return lambda: executor.__dict__.pop("execute", None)
+
+    def recover(self) -> None:
+        """Let others go on for the instances that have failed."""
+        for name, error in self.engine.failed.items():
+            if len(self.plan.instances) == 1 and self.plan.instance(name).lanes == 1:
+                self.change(self.added())  # all others have ended meanwhile
+            start, names = Plan(0, (self.start,)), (*self.in_force.used_names, *self.names)
+            regroup = recovery(self.plan, name, error, start, self.resources, names)
+            self._drive(lambda report, r=regroup: self.regrouping.carry_out((r,), report))
+            self.regroups[f"{'group' if regroup.after else 'instance'} fails"] += 1
 
     def _adapt(self, plans: Mapping[str, InstancePlan]) -> None:
         for name, plan in plans.items():
