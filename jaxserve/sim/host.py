@@ -49,7 +49,6 @@ class SimHost:
         self._moved: list[Movement] = []  # by merges and splits since `take_pause`
         self._seconds = 0.0  # of page copies since then
         self._members: dict[SimInstance, tuple[InstancePlan, Sequence[InstancePlan]]] = {}  # see `know_members`
-        self._gone: list[str] = []  # names of instances that have ended and are not released
         self._sides: dict[SimInstance, Sides] = {}  # by the first instance that exchanges pages
         self.chunks: list[Chunk] = []
         """The KV pages that instances have exchanged beside serving, in order."""
@@ -154,12 +153,12 @@ class SimHost:
         new = {name: self._new_actuator(instance) for name, instance in after.items()}
         self.all_actuators += new.values()
         self.actuators |= new
-        self._gone = [name for name in before if name not in after]
 
     def release(self, ended: Sequence[SimInstance]) -> Waits[None]:
         yield from ()
-        for name in self._gone:
-            del self.actuators[name]
+        for name in [instance.core.name for instance in ended]:
+            if name not in self._front.instances:
+                del self.actuators[name]
 
     # -- as `GradualHost`
 

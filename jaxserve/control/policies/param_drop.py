@@ -4,6 +4,7 @@ Groups of instances then keep one copy of the layers together and serve as a pip
 copies holds KV pages. When the burst is over, every instance gets all layers again (KunServe, sections 4.1 and 4.4).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -102,10 +103,9 @@ class ParamDropPolicy:
 
     def _drop(self, view: ServiceView, plan: Plan, state: DropState, required: int) -> PlanProposal[DropState]:
         words = f"waiting sequences lack {required} KV pages"
-        able = [(instance,) for instance in plan.instances if self._may_share(instance, state)]
-        sized = sorted(able, key=lambda group: group[0].lanes)
+        sized = self._next_to_share([each for each in plan.instances if self._may_share(each, state)])
         found = drop_plan(
-            [group * group[0].lanes for group in sized],  # an instance counts as many times as it has lanes
+            [(each,) * each.lanes for each in sized],  # an instance counts as many times as it has lanes
             required,
             self._freed,
             self._resources.max_lanes,
@@ -125,6 +125,16 @@ class ParamDropPolicy:
             return PlanProposal(plan, state, f"{words}, and no layers are left to drop: sequences are preempted")
         rest = "" if found.suffices else f"; {required - found.freed} are still lacking, and sequences are preempted"
         return PlanProposal(changed, state, f"{words}, and dropping layers frees {found.freed}{rest}")
+
+    def _next_to_share(self, able: Sequence[InstancePlan]) -> Sequence[InstancePlan]:
+        """Return the instances that may join now: the smallest of which there are several.
+
+        A group has more KV pages in each lane than one of fewer instances. It cannot join that one, because it would
+        have to give up pages, which are all in use when pages run out.
+        """
+        lanes = Counter(instance.lanes for instance in able)
+        fewest = min((each for each, count in lanes.items() if count > 1), default=0)
+        return [instance for instance in able if instance.lanes == fewest]
 
     def _may_share(self, instance: InstancePlan, state: DropState) -> bool:
         pattern = state.start.instances[0]
