@@ -88,22 +88,25 @@ class ParamDropPolicy:
     # -- drop
 
     def _required(self, view: ServiceView, plan: Plan) -> int:
-        """Return the KV pages that waiting sequences lack beside all that are free; 0 if none lacks any."""
+        """Return the KV pages that waiting sequences lack on their instances; 0 if none lacks any."""
         seen = [_seen(view, instance) for instance in plan.instances]
-        free = sum(each.kv_pages_total - each.kv_pages_used for each in seen)
         waiting = [each for each in seen if each.num_waiting > each.num_deferred]
         if not waiting or max(each.oldest_wait for each in waiting) < self.settings.drop_wait:
             return 0
         if max(each.kv_usage for each in waiting) < self.settings.drop_usage:
             return 0
-        size = self._resources.page_size
+        return sum(map(self._lacking, waiting))
+
+    def _lacking(self, seen: Snapshot) -> int:
+        """Return the KV pages that the waiting sequences of an instance lack beside those that are free there."""
         # Each of them also begins a page for its answer.
-        demand = sum(ceil_div(each.waiting_tokens, size) + each.num_waiting for each in waiting)
-        return max(0, demand - free)
+        demand = ceil_div(seen.waiting_tokens, self._resources.page_size) + seen.num_waiting
+        return max(0, demand - (seen.kv_pages_total - seen.kv_pages_used)) if seen.num_waiting else 0
 
     def _drop(self, view: ServiceView, plan: Plan, state: DropState, required: int) -> PlanProposal[DropState]:
         words = f"waiting sequences lack {required} KV pages"
-        sized = self._next_to_share([each for each in plan.instances if self._may_share(each, state)])
+        able = self._next_to_share([each for each in plan.instances if self._may_share(each, state)])
+        sized = sorted(able, key=lambda each: -self._lacking(_seen(view, each)))  # sequences stay where they wait
         found = drop_plan(
             [(each,) * each.lanes for each in sized],  # an instance counts as many times as it has lanes
             required,
