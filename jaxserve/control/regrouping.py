@@ -207,7 +207,7 @@ class Regrouping:
         if exchange is not None:
             yield from exchange.carry_out()
         yield from self.release(ended)
-        gone: dict[str, DeviceEntries] = dict.fromkeys((*regroup.before, owner), {})
+        gone: dict[str, DeviceEntries] = {name: {} for name in (*regroup.before, owner)}
         self.ledgers.replace(gone | {plan.name: self.entries(plan) for plan in regroup.after})
 
     def _stage(

@@ -1,4 +1,4 @@
-"""Instances that drop layers in virtual time: what a burst gains by it, and that they have all layers again after it."""
+"""Instances that drop layers in virtual time: what a burst gains, and that all layers return."""
 
 from collections.abc import Sequence
 
