@@ -58,7 +58,7 @@ class ClusterOptions:
         str | None,
         Option(
             "Adaptation",
-            "static, morph, morph-int8, morph-performance, tp_transform, param_drop, several with +, YAML or FILE.py:NAME.",
+            "static, morph, morph-int8, morph-performance, tp_transform, param_drop, several with +, or a file.",
             default="static",
         ),
     ] = None
