@@ -62,7 +62,6 @@ class DeviceHost:
         self._throttle = new_throttle(self._are_busy, self._closing.wait)
         self.instances = dict(instances)
         self.actuators = {name: new_actuator(name, steps) for name, steps in instances.items()}
-        self._gone: list[str] = []  # names of instances that have ended and are not released
         self._ended: dict[StepLoop, PlanActuator] = {}  # these instances with their actuators
         self._apart: dict[StepLoop, ApartInstance] = {}  # instances with layers that their members run apart
         self._exchanges: dict[StepLoop, LaneExchange] = {}  # by the group, or by the first member of one
@@ -411,13 +410,12 @@ class DeviceHost:
         self.instances |= after
         self.actuators |= actuators
         self._ended |= dict(ended.values())
-        self._gone = [name for name in before if name not in after]
 
     def release(self, ended: Sequence[StepLoop]) -> Waits[None]:
         yield from ()
-        for name in self._gone:
-            del self.actuators[name]
         for steps in ended:
+            if steps.core.name not in self.instances:  # otherwise another one has taken its name
+                self.actuators.pop(steps.core.name, None)
             self._ended.pop(steps).close()
             self._apart.pop(steps, None)
             steps.core.close()

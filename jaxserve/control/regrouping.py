@@ -150,23 +150,42 @@ class Regrouping:
     longest_stop: float = 0.02  # s for which a merge or a split may stop its instances
 
     def carry_out(self, regroups: Sequence[Regroup], report: Report) -> Waits[None]:
-        """Carry out regroups in order, and report the outcome of each. After one that fails the rest is dropped."""
+        """Carry out regroups in order, and report the outcome of each. After one that fails the rest is dropped.
+
+        KV pages are exchanged when all regroups are in force that need not wait for that.
+        """
+        rests: list[tuple[Regroup, float, Waits[None]]] = []
         for regroup in regroups:
+            if any(plan.name in regroup.before for begun, _, _ in rests for plan in begun.after):
+                yield from self._end(rests, report)
             began = self.now()
             try:
-                yield from self._carry_out(regroup)
+                rests.append((regroup, began, (yield from self._begin(regroup))))
             except Exception as error:
                 unexpected = not isinstance(error, JaxserveError | ValueError)
                 log.warning("the instances stay: %s: %s", regroup, error, exc_info=unexpected)
+                yield from self._end(rests, report)
                 report(Outcome(regroup, f"{type(error).__name__}: {error}", self.now() - began), error)
                 return
-            report(Outcome(regroup, None, self.now() - began), None)
+        yield from self._end(rests, report)
 
-    def _carry_out(self, regroup: Regroup) -> Waits[None]:
+    def _end(self, rests: list[tuple[Regroup, float, Waits[None]]], report: Report) -> Waits[None]:
+        """End the regroups that are in force, and report their outcomes."""
+        while rests:
+            regroup, began, rest = rests.pop(0)
+            try:
+                yield from rest
+            except Exception as error:  # the engine stops
+                report(Outcome(regroup, f"{type(error).__name__}: {error}", self.now() - began), error)
+            else:
+                report(Outcome(regroup, None, self.now() - began), None)
+
+    def _begin(self, regroup: Regroup) -> Waits[Waits[None]]:
+        """Put a regroup in force, and return what remains to be done."""
         before = tuple(map(self.in_force.instance, regroup.before))
         kind = Kind.RECOVER if regroup.recovers else kind_of(before, regroup.after)
         self._check(regroup)
-        self._book(kind, before, regroup.after)
+        owner = self._book(kind, before, regroup.after)
         staged = Staged()
         ended: list[Any] = []
         exchange: PageExchange | None = None
@@ -187,15 +206,22 @@ class Regrouping:
                 yield Rendezvous(stopped, commit)
         except BaseException:
             self.host.discard(staged.parts)
-            self.ledgers.replace({OWNER: {}})
+            self.ledgers.replace({owner: {}})
             raise
         finally:
             self.host.discard_layers(staged.layers)
+        rest = self._rest(regroup, owner, ended, exchange)
+        if exchange is None:
+            yield from rest  # and nothing remains of it
+        return rest
+
+    def _rest(self, regroup: Regroup, owner: str, ended: Sequence[Any], exchange: PageExchange | None) -> Waits[None]:
+        """Exchange KV pages, and free what instances have left that have ended."""
         if exchange is not None:
             yield from exchange.carry_out()
         yield from self.release(ended)
-        gone: dict[str, DeviceEntries] = {plan.name: {} for plan in before}
-        self.ledgers.replace(gone | {plan.name: self.entries(plan) for plan in regroup.after} | {OWNER: {}})
+        gone: dict[str, DeviceEntries] = {name: {} for name in (*regroup.before, owner)}
+        self.ledgers.replace(gone | {plan.name: self.entries(plan) for plan in regroup.after})
 
     def _check(self, regroup: Regroup) -> None:
         """Raise `EngineFailed` if an instance has failed for which the regroup does not make up."""
@@ -239,8 +265,11 @@ class Regrouping:
         except Exception:
             log.exception("instances have ended, and what they had may not have been freed")
 
-    def _book(self, kind: Kind, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> None:
-        """Book what devices take while instances are regrouped beyond what those that end have booked."""
+    def _book(self, kind: Kind, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> str:
+        """Book what devices take while instances are regrouped beyond what those that end have booked.
+
+        Return the name of the ledgers' entries.
+        """
         old, new = _totals(map(self.entries, before)), _totals(map(self.entries, after))
         match kind:
             case Kind.DROP:
@@ -249,7 +278,9 @@ class Regrouping:
             case Kind.RESTORE:
                 new.update(left_over(reverse(lane_moves(after, before[0])), after[0], self.resources))
         more = {device: size - old[device] for device, size in new.items() if size > old[device]}
-        self.ledgers.replace({OWNER: {device: {SWAP_BUFFER: size} for device, size in more.items()}})
+        owner = " ".join((OWNER, *(plan.name for plan in before)))
+        self.ledgers.replace({owner: {device: {SWAP_BUFFER: size} for device, size in more.items()}})
+        return owner
 
     def _seconds(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan], groups: int = 0) -> float:
         """Estimate how long it takes to move the weights of instances, and groups of KV pages (`movement`)."""

@@ -79,7 +79,8 @@ class Cluster:
     @property
     def _device_link(self) -> Link | None:
         """The slowest link between devices that an instance may have; None if there is none."""
-        degree = min(max(2, self.config.degrees.max_tp), self.hardware.devices_per_host + 1)
+        members = self.memory.limits.max_lanes * self.config.tp * self.config.pp
+        degree = min(max(2, self.config.degrees.max_tp, members), self.hardware.devices_per_host + 1)
         try:
             return self.hardware.link(0, degree - 1)
         except ConfigError:

@@ -19,7 +19,7 @@ from jaxserve.sim.cluster import Cluster
 from jaxserve.sim.driver import Agenda
 from jaxserve.sim.front import SimFront
 from jaxserve.sim.hardware import Hardware, Link
-from jaxserve.sim.host import SimHost
+from jaxserve.sim.host import Chunk, SimHost
 from jaxserve.sim.instance import SimInstance
 from jaxserve.sim.links import SharedLinks
 from jaxserve.sim.maker import SimMaker
@@ -90,6 +90,11 @@ class SimControl:
     def pauses(self) -> list[Pause]:
         """The pauses of instances that were regrouped."""
         return self._regrouper.pauses
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """The KV pages that instances have exchanged beside serving."""
+        return self._host.chunks
 
     @property
     def decisions(self) -> list[Decision]:

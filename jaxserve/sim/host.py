@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 from jaxserve.control.lane_moves import Trade
-from jaxserve.control.movement import Movement, kv_movement, movement
+from jaxserve.control.movement import Movement, kv_movement, lane_movement, movement
 from jaxserve.control.plan import InstancePlan
 from jaxserve.control.resources import Resources
 from jaxserve.control.transitions import Sleep, Waits
@@ -21,6 +21,17 @@ from jaxserve.sim.maker import SimMaker
 
 LayersToChange = tuple[Sequence[str], bool]  # layers, and whether they will be run by all devices together
 NewActuator = Callable[[SimInstance], LoggedActuator]
+Sides = tuple[Sequence[InstancePlan], Sequence[InstancePlan]]  # before a regroup and after it
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """KV pages that instances exchange at once, beside serving."""
+
+    time: float  # s, of its begin
+    instances: tuple[str, ...]
+    link_bytes: int
+    end: float  # s
 
 
 class SimHost:
@@ -38,7 +49,9 @@ class SimHost:
         self._moved: list[Movement] = []  # by merges and splits since `take_pause`
         self._seconds = 0.0  # of page copies since then
         self._members: dict[SimInstance, tuple[InstancePlan, Sequence[InstancePlan]]] = {}  # see `know_members`
-        self._gone: list[str] = []  # names of instances that have ended and are not released
+        self._sides: dict[SimInstance, Sides] = {}  # by the first instance that exchanges pages
+        self.chunks: list[Chunk] = []
+        """The KV pages that instances have exchanged beside serving, in order."""
 
     def instance(self, name: str) -> SimInstance:
         return self._front.instances[name]
@@ -96,7 +109,9 @@ class SimHost:
         pages: PagePool,
         undo: ExitStack,
     ) -> SimInstance:
-        return self._maker.make(plan, pages)
+        made = self._maker.make(plan, pages)
+        self._sides[made] = [member.plan for member in members], [plan]
+        return made
 
     def restore(
         self,
@@ -106,21 +121,28 @@ class SimHost:
         pages: Sequence[PagePool],
         undo: ExitStack,
     ) -> list[SimInstance]:
-        return [self._maker.make(plan, own) for plan, own in zip(plans, pages, strict=True)]
+        made = [self._maker.make(plan, own) for plan, own in zip(plans, pages, strict=True)]
+        self._sides[made[0]] = [whole.plan], plans
+        return made
 
     # -- as `ExchangeHost`
 
-    def send(self, instances: Sequence[SimInstance], rows: Sequence[int]) -> None:
-        pass
+    def send(self, instances: Sequence[SimInstance], rows: Sequence[int]) -> Chunk:
+        first, now = instances[0], self._clock.now()
+        moved = lane_movement(*self._sides[first], len(rows), self._resources)
+        seconds = moved.seconds(self._resources)
+        end = now + seconds if first.pipeline is None else first.pipeline.send(now, seconds)
+        self.chunks.append(Chunk(now, tuple(each.core.name for each in instances), moved.bytes_by_link, end))
+        return self.chunks[-1]
 
-    def arrival(self, sent: None, seconds: float) -> Waits[None]:
-        yield Sleep(self._clock.now() + seconds)
+    def arrival(self, sent: Chunk, seconds: float) -> Waits[None]:
+        yield Sleep(sent.end)
 
-    def receive(self, instances: Sequence[SimInstance], sent: None) -> None:
+    def receive(self, instances: Sequence[SimInstance], sent: Chunk) -> None:
         pass
 
     def end_exchange(self, instances: Sequence[SimInstance]) -> None:
-        pass
+        del self._sides[instances[0]]
 
     # -- pages
 
@@ -138,12 +160,12 @@ class SimHost:
         new = {name: self._new_actuator(instance) for name, instance in after.items()}
         self.all_actuators += new.values()
         self.actuators |= new
-        self._gone = [name for name in before if name not in after]
 
     def release(self, ended: Sequence[SimInstance]) -> Waits[None]:
         yield from ()
-        for name in self._gone:
-            del self.actuators[name]
+        for name in [instance.core.name for instance in ended]:
+            if name not in self._front.instances:
+                del self.actuators[name]
 
     # -- as `GradualHost`
 

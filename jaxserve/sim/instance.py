@@ -110,6 +110,7 @@ class SimInstance:
         self._calls: list[Call] = []
         self._when_stopped: Call | None = None  # called when the last dispatched step has ended; None: not stopping
         self._steps: deque[_Step] = deque()  # the dispatched steps, the one that ends first at the beginning
+        self._occupied = 0.0  # the time until which the device does other work than steps
         self._depth = steps_in_flight(len(plan.stages))
         self.pipeline = Pipeline(len(plan.stages)) if len(plan.stages) > 1 else None
         self._run: _SteadyRun | None = None
@@ -148,6 +149,14 @@ class SimInstance:
             self._steps[-1].calls_at_end.append(function)
         else:
             function()
+
+    def occupy(self, seconds: float) -> None:
+        """Let the devices do other work after the dispatched steps. To be called between two steps."""
+        now = self.clock.now()
+        if self.pipeline is not None:
+            self.pipeline.occupy(now, seconds)
+        else:
+            self._occupied = max(now, self._occupied, *(step.end for step in self._steps)) + seconds
 
     def set_plan(self, plan: InstancePlan) -> None:
         """Use the step times of `plan` from the next step on."""
@@ -234,7 +243,7 @@ class SimInstance:
             return _Step(work, self.pipeline.dispatch(start, self._step_cost.stages(load))[-1].end)
         if self._steps:
             start = max(self._steps[-1].end, now)
-        return _Step(work, start + self._step_cost.seconds(load))
+        return _Step(work, max(start, self._occupied) + self._step_cost.seconds(load))
 
     # -- steady runs of decode steps
 

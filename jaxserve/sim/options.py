@@ -37,6 +37,7 @@ class ClusterOptions:
     tp: Annotated[int, replace(SERVE["tp"], group="Cluster")] = 1
     pp: Annotated[int, replace(SERVE["pp"], group="Cluster")] = 1
     max_tp: Annotated[int | None, replace(SERVE["max_tp"], group="Cluster")] = None
+    max_pp: Annotated[int | None, replace(SERVE["max_pp"], group="Cluster")] = None
     memory_gb: Annotated[
         float | None, Option("Memory", "Budget of a device in GB.", default="a share of the hardware's", above=0)
     ] = None
@@ -57,7 +58,7 @@ class ClusterOptions:
         str | None,
         Option(
             "Adaptation",
-            "static, morph, morph-int8, morph-performance, tp_transform, several with +, a YAML file or FILE.py:NAME.",
+            "static, morph, morph-int8, morph-performance, tp_transform, param_drop, several with +, or a file.",
             default="static",
         ),
     ] = None

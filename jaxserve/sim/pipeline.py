@@ -26,6 +26,7 @@ class Pipeline:
         self.busy = 0.0  # s that stages computed, added up over stages
         self.span = 0.0  # s in which there were steps in flight
         self._free = [0.0] * stages  # the time from which each stage is free
+        self._link_free = [0.0] * stages  # the time from which the link of each stage to others is free of KV pages
         self._last_end = 0.0
 
     def dispatch(self, begin: float, times: Sequence[StageTime]) -> list[Interval]:
@@ -35,12 +36,24 @@ class Pipeline:
             start = max(ready, self._free[stage])
             self._free[stage] = start + seconds
             intervals.append(Interval(start, start + seconds))
-            ready = start + seconds + hand_off
+            ready = max(start + seconds, self._link_free[stage]) + hand_off
         end = intervals[-1].end
         self.busy += sum(time.seconds for time in times)
         self.span += end - max(begin, self._last_end)
         self._last_end = end
         return intervals
+
+    def occupy(self, now: float, seconds: float) -> None:
+        """Let all stages do other work after the dispatched steps."""
+        self._free = [max(free, now) + seconds for free in self._free]
+
+    def send(self, now: float, seconds: float) -> float:
+        """Send KV pages between the stages, each after its dispatched steps, and return when all have arrived.
+
+        Results of later steps wait for the pages that their stage sends.
+        """
+        self._link_free = [max(free, now) + seconds for free in self._free]
+        return max(self._link_free)
 
 
 def bubbles(pipelines: Sequence[Pipeline]) -> float | None:

@@ -19,7 +19,7 @@ from jaxserve.sim.links import SharedLinks
 
 @dataclass(frozen=True)
 class Pause:
-    """For how long a regroup has stopped its instances, from the end of their last step on."""
+    """For how long a regroup has kept its instances from computing, from the end of their last step on."""
 
     time: float  # s, of its begin
     instances: tuple[str, ...]
@@ -43,7 +43,7 @@ class SimRegroupActuator:
         """Instances are stopped for `host_seconds` longer than moving bytes takes: for the host's own work."""
         self._regrouping, self._host, self._front = regrouping, host, front
         self._clock, self._agenda, self._host_seconds = clock, agenda, host_seconds
-        self._driver = ProcedureDriver(clock, agenda, SharedLinks({}), self._stop)
+        self._driver = ProcedureDriver(clock, agenda, SharedLinks({}), self._wait)
         self._new_outcomes: list[Outcome] = []
         self.outcomes: list[Outcome] = []
         """The outcomes of all regroups that were polled."""
@@ -72,12 +72,30 @@ class SimRegroupActuator:
     def give_up(self, name: str) -> None:
         pass
 
-    def _stop(self, wait: Rendezvous | BetweenStepsOf) -> None:
-        """Stop instances. Between two steps of a real one the device has work, so that this is slower than real."""
-        names = (wait.instance,) if isinstance(wait, BetweenStepsOf) else wait.instances
+    def _wait(self, wait: Rendezvous | BetweenStepsOf) -> None:
+        if isinstance(wait, BetweenStepsOf):
+            self._front.instances[wait.instance].call(partial(self._run_between, wait))
+            return
+        names = wait.instances
         self._front.stop(names, lambda: self._agenda.add(self._clock.now(), partial(self._commit, wait, names)))
 
-    def _commit(self, wait: Rendezvous | BetweenStepsOf, names: Sequence[str]) -> None:
+    def _run_between(self, wait: BetweenStepsOf) -> None:
+        """Run the function of a wait between two steps, of which the devices have others to compute meanwhile."""
+        try:
+            wait.function()
+        except Exception as error:
+            self._host.take_pause()
+            self._driver.soon(None, error)
+            return
+        instance, (seconds, link_bytes) = self._front.instances[wait.instance], self._host.take_pause()
+        if seconds:
+            self.pauses.append(Pause(self._clock.now(), (wait.instance,), seconds, link_bytes))
+            instance.occupy(seconds)
+        fence = Fence()
+        instance.after_dispatched(fence.passes)
+        self._driver.soon(fence)
+
+    def _commit(self, wait: Rendezvous, names: Sequence[str]) -> None:
         """Run the function of a wait whose instances have stopped, and let them go on when its time is over."""
         now = self._clock.now()
         try:
@@ -87,9 +105,7 @@ class SimRegroupActuator:
             self._go_on(None, error)
             return
         seconds, link_bytes = self._host.take_pause()
-        if isinstance(wait, Rendezvous):  # otherwise the host works while the device has steps to run
-            seconds += self._host_seconds
-        pause = Pause(now, tuple(names), seconds, link_bytes)
+        pause = Pause(now, tuple(names), seconds + self._host_seconds, link_bytes)
         self.pauses.append(pause)
         fence = Fence()
         fence.passes()

@@ -240,14 +240,22 @@ def _adaptation(control: SimControl | None, collected: CollectedAnswers) -> dict
 def _regroups(control: SimControl, collected: CollectedAnswers) -> dict[str, Any]:
     """Return the pauses of regroups, and the seconds with each set of instances until the last answer.
 
-    A set is written as instances by their degree: "4x1 + 1x4". Nothing is returned if the set has never changed.
+    A set is written as instances by their degree: "4x1 + 1x4", or "2x1x2" for two with 2 stages of degree 1. Nothing is
+    returned if the set has never changed.
     """
     if len(control.sets) == 1:
         return {}
     seconds: defaultdict[str, float] = defaultdict(float)
     ends = [*(since.time for since in control.sets[1:]), max(collected.last_answer_s, control.sets[-1].time)]
     for since, end in zip(control.sets, ends, strict=True):
-        degrees = Counter(plan.tp for plan in since.instances)
-        seconds[" + ".join(f"{count}x{tp}" for tp, count in sorted(degrees.items()))] += end - since.time
+        degrees = Counter((plan.tp, plan.lanes, len(plan.stages)) for plan in since.instances)
+        kinds = sorted(degrees.items())
+        names = (f"{count}x{tp}" + (f"x{stages}" if lanes > 1 else "") for (tp, lanes, stages), count in kinds)
+        seconds[" + ".join(names)] += end - since.time
     pauses = [asdict(pause) for pause in control.pauses]
-    return {"regroups": {"count": len(control.sets) - 1, "pauses": pauses, "seconds_by_instances": dict(seconds)}}
+    found: dict[str, Any] = {"count": len(control.sets) - 1, "pauses": pauses, "seconds_by_instances": dict(seconds)}
+    if control.chunks:
+        exchanged = sum(chunk.link_bytes for chunk in control.chunks)
+        waited = sum(chunk.end - chunk.time for chunk in control.chunks)
+        found["exchanged"] = {"chunks": len(control.chunks), "link_bytes": exchanged, "seconds": waited}
+    return {"regroups": found}

@@ -84,9 +84,9 @@ def test_what_merges_and_splits_cost(monkeypatch, tmp_path):
     assert float(found["llama-3-8b", "merge 4", "90%"][7]) > float(found["llama-3-8b", "merge 4", "10%"][7])
 
 
-@pytest.mark.parametrize(("script", "lines"), [("tp_degrees", 9), ("tp_scheduler", 6), ("tp_mixes", 14)])
+@pytest.mark.parametrize(("script", "lines"), [("tp_degrees", 9), ("tp_scheduler", 6), ("tp_mixes", 14), ("drops", 18)])
 def test_experiments_of_merging_instances_run(monkeypatch, tmp_path, script, lines):
     run(monkeypatch, script, "--quick", "--out", tmp_path)
-    (table,) = tmp_path.glob("tp-*.md")
-    found = [row for row in rows(table) if row[0] not in ("instances", "scheduler") and "---" not in row[0]]
+    (table,) = tmp_path.glob("*.md")
+    found = [row for row in rows(table) if row[0] not in ("instances", "scheduler", "system") and "---" not in row[0]]
     assert len(found) == lines

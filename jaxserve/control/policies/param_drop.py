@@ -4,6 +4,7 @@ Groups of instances then keep one copy of the layers together and serve as a pip
 copies holds KV pages. When the burst is over, every instance gets all layers again (KunServe, sections 4.1 and 4.4).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -74,25 +75,27 @@ class ParamDropPolicy(KeepsPlans):
     # -- drop
 
     def _required(self, view: ServiceView, plan: Plan) -> int:
-        """Return the KV pages that waiting sequences lack beside all that are free; 0 if none lacks any."""
+        """Return the KV pages that waiting sequences lack on their instances; 0 if none lacks any."""
         seen = [_seen(view, instance) for instance in plan.instances]
-        free = sum(each.kv_pages_total - each.kv_pages_used for each in seen)
         waiting = [each for each in seen if each.num_waiting > each.num_deferred]
         if not waiting or max(each.oldest_wait for each in waiting) < self.settings.drop_wait:
             return 0
         if max(each.kv_usage for each in waiting) < self.settings.drop_usage:
             return 0
-        size = self._resources.page_size
+        return sum(map(self._lacking, waiting))
+
+    def _lacking(self, seen: Snapshot) -> int:
+        """Return the KV pages that the waiting sequences of an instance lack beside those that are free there."""
         # Each of them also begins a page for its answer.
-        demand = sum(ceil_div(each.waiting_tokens, size) + each.num_waiting for each in waiting)
-        return max(0, demand - free)
+        demand = ceil_div(seen.waiting_tokens, self._resources.page_size) + seen.num_waiting
+        return max(0, demand - (seen.kv_pages_total - seen.kv_pages_used)) if seen.num_waiting else 0
 
     def _drop(self, view: ServiceView, plan: Plan, state: DropState, required: int) -> PlanProposal[DropState]:
         words = f"waiting sequences lack {required} KV pages"
-        able = [(instance,) for instance in plan.instances if self._may_share(instance, state)]
-        sized = sorted(able, key=lambda group: group[0].lanes)
+        able = self._next_to_share([each for each in plan.instances if self._may_share(each, state)])
+        sized = sorted(able, key=lambda each: -self._lacking(_seen(view, each)))  # sequences stay where they wait
         found = drop_plan(
-            [group * group[0].lanes for group in sized],  # an instance counts as many times as it has lanes
+            [(each,) * each.lanes for each in sized],  # an instance counts as many times as it has lanes
             required,
             self._freed,
             self._resources.max_lanes,
@@ -112,6 +115,16 @@ class ParamDropPolicy(KeepsPlans):
             return PlanProposal(plan, state, f"{words}, and no layers are left to drop: sequences are preempted")
         rest = "" if found.suffices else f"; {required - found.freed} are still lacking, and sequences are preempted"
         return PlanProposal(changed, state, f"{words}, and dropping layers frees {found.freed}{rest}")
+
+    def _next_to_share(self, able: Sequence[InstancePlan]) -> Sequence[InstancePlan]:
+        """Return the instances that may join now: the smallest of which there are several.
+
+        A group has more KV pages in each lane than one of fewer instances. It cannot join that one, because it would
+        have to give up pages, which are all in use when pages run out.
+        """
+        lanes = Counter(instance.lanes for instance in able)
+        fewest = min((each for each, count in lanes.items() if count > 1), default=0)
+        return [instance for instance in able if instance.lanes == fewest]
 
     def _may_share(self, instance: InstancePlan, state: DropState) -> bool:
         pattern = state.start.instances[0]
