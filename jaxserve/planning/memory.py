@@ -19,7 +19,6 @@ from jaxserve.core.kv_layout import exchanged_pages
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import BITS
 from jaxserve.core.step_shapes import Buckets
-from jaxserve.core.work import steps_in_flight
 from jaxserve.kvcache import Lanes, PagePool, PageTable
 from jaxserve.planning.chunk_costs import assumed_chunk_cost, given_chunk_cost
 from jaxserve.planning.kv_pages import with_kv_pages, within_start
@@ -174,7 +173,7 @@ class MemoryPlan:
             limits,
             pages,
             table,
-            microbatches=steps_in_flight(stages),
+            microbatches=stages,
             cost=self.chunk_cost,
             measured=config.microbatch_cost is None,
             by_tokens=config.microbatches == "tokens",

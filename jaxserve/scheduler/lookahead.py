@@ -73,6 +73,13 @@ def lookahead(
     return [step for part in found for step in _cut_to_fit(part, limits)]
 
 
+def first_piece(prompt: Portion, limits: MicrobatchLimits) -> Portion:
+    """Return the smallest piece that a prompt may be cut into, its first tokens, or all of it."""
+    least = min(ceil_div(limits.least, limits.tile), limits.max_tiles) * limits.tile
+    rest = prompt.length - least
+    return prompt if rest < least and prompt.length <= limits.max_tiles * limits.tile else replace(prompt, length=least)
+
+
 def _divided(batch: Microbatch, cost: ChunkCost, limits: MicrobatchLimits, wanted: Sequence[float]) -> list[Microbatch]:
     """Return a batch in parts whose costs are to each other as `wanted`, as nearly as it can be divided.
 

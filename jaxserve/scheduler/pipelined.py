@@ -1,5 +1,8 @@
 """PipelinedScheduler: the work of an instance with several stages, in microbatches that its stages compute in turn.
 
+All work, in flight and ready, is divided among as many microbatches as there are stages, so that a sequence gets its
+next token when every stage has computed one microbatch of each. A step more may be in flight, with what has come since.
+
 A sequence has at most one token in flight. It is scheduled again when the host knows this token, so that no step waits
 for another one's sampler. Chunks of one prompt may be in flight together, because each stage computes them in order.
 """
@@ -13,12 +16,12 @@ from jaxserve.core.step_load import StepLoad
 from jaxserve.core.work import Chunk, Work
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler.chunk_cost import TOKENS, ChunkCost
-from jaxserve.scheduler.lookahead import MicrobatchLimits, Portion, lookahead
+from jaxserve.scheduler.lookahead import MicrobatchLimits, Portion, first_piece, lookahead
 from jaxserve.scheduler.scheduler import Scheduler, SchedulerLimits
 
 
 class PipelinedScheduler(Scheduler):
-    """A scheduler that divides all work, in flight and ready, equally among the steps that may be in flight."""
+    """A scheduler that divides all work, in flight and ready, equally among the stages of a pipeline."""
 
     def __init__(
         self,
@@ -31,7 +34,7 @@ class PipelinedScheduler(Scheduler):
         measured: bool = True,
         by_tokens: bool = False,
     ):
-        """`microbatches`: the number of steps in flight at most. `cost` holds until step times are known if `measured`.
+        """`microbatches`: their number, that of the stages. `cost` holds until step times are known if `measured`.
 
         With `by_tokens`, microbatches have equally many tokens instead of equal cost.
         """
@@ -78,8 +81,13 @@ class PipelinedScheduler(Scheduler):
         if not queue:
             return []
         ready = sum(cost.added(portion.prefix, portion.length) for portion in queue)
-        share = (ready + sum(self._in_flight)) / self.microbatches
-        return lookahead(queue, cost, self._microbatch_limits(), ready / share)[0]
+        share, limits = (ready + sum(self._in_flight)) / self.microbatches, self._microbatch_limits()
+        batch = lookahead(queue, cost, limits, ready / share)[0]
+        prompt = next((portion for portion in queue if not portion.decode), None)
+        if prompt is not None and all(portion.decode for portion in batch):
+            # Its share of a short prompt is less than the least piece. Nobody gains if it waits for another microbatch.
+            batch = [*batch, first_piece(prompt, limits)]
+        return batch
 
     def _microbatch_limits(self) -> MicrobatchLimits:
         limits, cost = self.limits, self.cost
