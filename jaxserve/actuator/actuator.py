@@ -147,6 +147,28 @@ class PlanActuator:
 
 def between_steps(steps: StepLoop, function: Callable[[], None], thread: ProcedureThread) -> Future[None]:
     """Have an instance call a function between two steps. Return a fence, or raise what the function raised."""
+    (fence,) = each_between_steps([(steps, function)], thread)
+    return fence
+
+
+def each_between_steps(
+    calls: Sequence[tuple[StepLoop, Callable[[], None]]], thread: ProcedureThread
+) -> list[Future[None]]:
+    """Have each instance call its function between two steps, in any order, and wait for all as `between_steps`."""
+    asked = [_ask(steps, function) for steps, function in calls]
+    fences, error = [], None
+    for done in asked:
+        try:
+            fences.append(_fence(done, thread))
+        except Exception as failure:
+            error = error or failure
+    if error is not None:
+        raise error
+    return fences
+
+
+def _ask(steps: StepLoop, function: Callable[[], None]) -> Future[Future[None]]:
+    """Ask an instance to call a function between two steps. Return the future of the fence."""
     done: Future[Future[None]] = Future()
 
     def run() -> None:
@@ -162,6 +184,10 @@ def between_steps(steps: StepLoop, function: Callable[[], None], thread: Procedu
         done.set_result(fence)
 
     steps.call(run)
+    return done
+
+
+def _fence(done: Future[Future[None]], thread: ProcedureThread) -> Future[None]:
     try:
         return thread.result(done)
     except Cancelled:

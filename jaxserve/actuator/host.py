@@ -214,7 +214,7 @@ class DeviceHost:
         pools.extend(growth)
         self._hand_over(executors, undo)
         steps = self._make(plan, Parts(blocks, pools), pages, undo)
-        places = {lane: LanePlace(pools, lane) for lane in lanes}
+        places = {lane: LanePlace(0, pools, lane) for lane in lanes}
         self._begin_exchange(steps, LaneExchange(trades, places, left), undo)
         return steps
 
@@ -238,7 +238,7 @@ class DeviceHost:
         self._hand_over([executor], undo)
         parts = zip(plans, map(Parts, blocks, pools), pages, strict=True)
         members = [self._make(plan, part, own, undo) for plan, part, own in parts]
-        places = {lane: LanePlace(own, 0) for lane, own in enumerate(pools)}
+        places = {lane: LanePlace(lane, own, 0) for lane, own in enumerate(pools)}
         self._begin_exchange(members[0], LaneExchange(trades, places, left), undo)
         return members
 
@@ -313,15 +313,16 @@ class DeviceHost:
         for block in staged or ():
             block.free()
 
-    def send(self, instances: Sequence[StepLoop], rows: Sequence[int]) -> Sent:
-        return self._exchanges[instances[0]].send(rows)
+    def send(self, instances: Sequence[StepLoop], index: int, rows: Sequence[int]) -> Sent:
+        return self._exchanges[instances[0]].send(index, rows)
 
-    def arrival(self, sent: Sent, seconds: float) -> Waits[None]:
+    def arrival(self, sent: Sequence[Sent]) -> Waits[None]:
         yield from ()
-        jax.block_until_ready(sent.contents)
+        jax.block_until_ready([part.contents for part in sent])
 
-    def receive(self, instances: Sequence[StepLoop], sent: Sent) -> None:
-        self._exchanges[instances[0]].receive(sent)
+    def receive(self, instances: Sequence[StepLoop], index: int, sent: Sequence[Sent]) -> None:
+        for part in sent:
+            self._exchanges[instances[0]].receive(index, part)
 
     def end_exchange(self, instances: Sequence[StepLoop]) -> None:
         self._exchanges.pop(instances[0]).close()

@@ -5,13 +5,21 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jaxserve.actuator.actuator import between_steps, report_to
+from jaxserve.actuator.actuator import between_steps, each_between_steps, report_to
 from jaxserve.actuator.procedure_thread import ProcedureThread
 from jaxserve.control.plan import InstancePlan
 from jaxserve.control.reconfigure import Cancelled
 from jaxserve.control.regroup import Regroup
 from jaxserve.control.regrouping import Regrouping
-from jaxserve.control.transitions import BetweenStepsOf, Outcome, Rendezvous, StepsEnded
+from jaxserve.control.transitions import (
+    Beside,
+    BetweenStepsOf,
+    EachBetweenSteps,
+    Outcome,
+    Rendezvous,
+    StepsEnded,
+    Waits,
+)
 from jaxserve.core.errors import EngineStopped
 from jaxserve.engine.instances import InstanceSet
 from jaxserve.telemetry import EngineMetrics
@@ -30,7 +38,8 @@ class DeviceRegroupActuator:
         """`front` returns the engine's front, which stops instances for a rendezvous."""
         self._regrouping, self._front, self._metrics, self._is_warm = regrouping, front, metrics, is_warm
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._thread = ProcedureThread("jaxserve-regroup", self._wait)
+        self._thread = self._new_thread()
+        self._beside: list[ProcedureThread] = []  # of procedures that go on after their regroup, until they are closed
 
     @property
     def busy(self) -> bool:
@@ -50,6 +59,10 @@ class DeviceRegroupActuator:
         return self._is_warm(plan)
 
     @property
+    def exchanging(self) -> frozenset[str]:
+        return self._regrouping.exchanging
+
+    @property
     def failed(self) -> Mapping[str, BaseException]:
         return self._regrouping.host.failed
 
@@ -57,16 +70,35 @@ class DeviceRegroupActuator:
         self._front().give_up(name)
 
     def close(self) -> None:
-        """End the thread, and drop regroups that have not ended. May be called several times."""
-        self._thread.close()
+        """End the threads, and drop regroups that have not ended. May be called several times."""
+        for thread in (self._thread, *self._beside):
+            thread.close()
 
-    def _wait(self, wait: Rendezvous | BetweenStepsOf | StepsEnded) -> Any:
+    def _new_thread(self) -> ProcedureThread:
+        thread = ProcedureThread("jaxserve-regroup", lambda wait: self._wait(thread, wait))
+        return thread
+
+    def _start_beside(self, procedure: Waits[None]) -> None:
+        for thread in [thread for thread in self._beside if not thread.busy]:
+            thread.close()
+            self._beside.remove(thread)
+        self._beside.append(self._new_thread())
+        self._beside[-1].start(procedure)
+
+    def _wait(
+        self, thread: ProcedureThread, wait: Rendezvous | BetweenStepsOf | EachBetweenSteps | StepsEnded | Beside
+    ) -> Any:
         front = self._front()
         match wait:
             case BetweenStepsOf():
-                return between_steps(front.loops[wait.instance], wait.function, self._thread)
+                return between_steps(front.loops[wait.instance], wait.function, thread)
+            case EachBetweenSteps():
+                loops = front.loops
+                return each_between_steps([(loops[name], call) for name, call in wait.functions.items()], thread)
             case StepsEnded():
-                return self._thread.result(wait.fence)
+                return thread.result(wait.fence)
+            case Beside():
+                return self._start_beside(wait.procedure)
         try:
             with front.stopped(wait.instances):
                 wait.function()

@@ -94,7 +94,7 @@ class Controller:
                     self._record,
                     self._lock,
                 )
-                known.held = self._structure.target is not None
+                known.held = self._structure.holds(name)
             followed[name] = known
         if followed != self._instances:
             with self._lock:
@@ -142,9 +142,15 @@ class Controller:
 
     @property
     def busy(self) -> bool:
-        """True while a decision is being carried out."""
-        structure, instances = self._structure.target, self._instances.values()
-        return structure is not None or any(instance.target is not None for instance in instances)
+        """True while a decision is being carried out, or KV pages are on their way after it."""
+        structure, instances = self._structure, self._instances.values()
+        changing = structure.target is not None or any(instance.target is not None for instance in instances)
+        return changing or bool(structure.exchanging)
+
+    @property
+    def exchanging(self) -> frozenset[str]:
+        """The names of instances whose KV pages are on their way."""
+        return self._structure.exchanging
 
     @property
     def notes(self) -> Mapping[str, str]:
@@ -231,7 +237,9 @@ class Controller:
                 return
         seen = {name: instance.seen for name, instance in self._instances.items()}
         room = waiting or WaitingRoom()
-        view = ServiceView(now, seen, room, longest, self._is_warm, self._in_force.used_names)
+        view = ServiceView(
+            now, seen, room, longest, self._is_warm, self._in_force.used_names, self._structure.exchanging
+        )
         self._structure.tick(now, view, self._instances)
         if now >= self._sample_due and self._turn is turn:
             self._sample_due = now + HISTORY_INTERVAL

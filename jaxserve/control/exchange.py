@@ -2,17 +2,20 @@
 
 New requests begin at once. The sequences whose pages are on their way are held, and go on as soon as these have come
 (KunServe, section 4.2). Rows of pages are sent in chunks, in the order of the sequences. A chunk takes about as long as
-a stage's step, and the next one is sent when it has come, so that what steps send waits for one chunk at most.
+a stage's step, and at most one is sent between two steps, so that what steps send waits for one chunk at most. Several
+chunks are on their way at once, since each leaves its device after the steps that have been dispatched.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from jaxserve.control.reconfigure import Cancelled
 from jaxserve.control.request_moves import GroupedInstance, MovableCore
-from jaxserve.control.transitions import BetweenStepsOf, Rendezvous, Waits
+from jaxserve.control.transitions import EachBetweenSteps, Waits
 from jaxserve.core.step_load import StepLoad
 from jaxserve.kvcache import NULL_PAGE
 
@@ -24,16 +27,16 @@ USUAL_SECONDS = 0.01  # of a stage's step, if it is unknown
 class ExchangeHost(Protocol):
     """A host that exchanges rows of pages between the devices of instances."""
 
-    def send(self, instances: Sequence[Any], rows: Sequence[int]) -> Any:
-        """Begin to send rows of pages to the devices that keep them from now on. Called between steps."""
+    def send(self, instances: Sequence[Any], index: int, rows: Sequence[int]) -> Any:
+        """Begin to send rows of one of the instances to the devices that keep them. Called between its steps."""
         ...
 
-    def arrival(self, sent: Any, seconds: float) -> Waits[None]:
-        """Wait until rows have been sent, which is estimated to take `seconds`."""
+    def arrival(self, sent: Sequence[Any]) -> Waits[None]:
+        """Wait until what `send` has returned for each instance has come."""
         ...
 
-    def receive(self, instances: Sequence[Any], sent: Any) -> None:
-        """Put rows that have come into the pools. Called between steps."""
+    def receive(self, instances: Sequence[Any], index: int, sent: Sequence[Any]) -> None:
+        """Put what has come for one of the instances into its pools. Called between its steps."""
         ...
 
     def end_exchange(self, instances: Sequence[Any]) -> None:
@@ -41,28 +44,44 @@ class ExchangeHost(Protocol):
         ...
 
 
+@dataclass
+class Exchanged:
+    """What an exchange has done."""
+
+    chunks: int = 0
+    bytes: int = 0  # that have crossed links between devices
+    seconds: float = 0.0
+    held_seconds: float = 0.0  # that sequences were held, all together
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """What it takes to exchange one row between all devices."""
+
+    seconds: float
+    bytes: int  # that cross links between devices
+    most: int  # rows that devices have memory for while these are on their way
+
+
+@dataclass
+class _Chunk:
+    rows: Sequence[int]
+    sent: list[Any]  # by the number of the instance
+
+
 class PageExchange:
     """The exchange for the instances that a regroup makes: a group, or the members that a group becomes."""
 
-    def __init__(
-        self,
-        host: ExchangeHost,
-        lanes: int,
-        stages: int,
-        row_seconds: float,
-        most_rows: int,
-        now: Callable[[], float],
-    ):
-        """`lanes` and `stages` are those of each instance.
-
-        All devices exchange one row in `row_seconds`, and have memory for `most_rows` on their way.
-        """
-        self._host, self._lanes, self._stages, self._now = host, lanes, stages, now
-        self._row_seconds, self._most_rows = row_seconds, most_rows
+    def __init__(self, host: ExchangeHost, lanes: int, stages: int, cost: RowCost, now: Callable[[], float]):
+        """`lanes` and `stages` are those of each instance."""
+        self._host, self._lanes, self._stages, self._cost, self._now = host, lanes, stages, cost, now
         self._names: tuple[str, ...] = ()
         self._instances: list[GroupedInstance] = []
         self._rows: deque[int] = deque()
-        self._sent: tuple[list[int], Any] | None = None  # the rows on their way
+        self._on_their_way: deque[_Chunk] = deque()
+        self._stage_seconds: list[float] = []  # of each instance; read and set between its steps
+        self._began = self._counted = 0.0
+        self.done = Exchanged()
 
     def begin(self, names: Sequence[str], instances: Sequence[GroupedInstance]) -> None:
         """Hold the pages of all rows with contents, at the rendezvous at which instances begin."""
@@ -76,57 +95,84 @@ class PageExchange:
         self._rows.extend(rows)
         for core in self._cores:
             core.withhold(self._pages_of(rows))
+        self._stage_seconds = [self._measured(core) for core in self._cores]
+        self._began = self._counted = self._now()
 
     def carry_out(self) -> Waits[None]:
         """Exchange all rows. If that fails, what has these pages computes them again."""
         try:
-            yield self._between_steps(self._send)
-            while self._sent is not None:
-                rows, sent = self._sent
-                yield from self._host.arrival(sent, len(rows) * self._row_seconds)
-                yield self._between_steps(self._receive_and_send)
+            while self._rows or self._on_their_way:
+                under_way = sum(len(chunk.rows) for chunk in self._on_their_way)
+                rows = self._next_rows(self._cost.most - under_way)
+                if rows:
+                    yield from self._send(rows)
+                else:
+                    yield from self._receive()
         except Cancelled:
             raise
         except Exception as error:
             log.warning("KV pages were lost on their way, and are computed again: %s", error, exc_info=True)
-            yield self._between_steps(self._lose)
-        yield self._between_steps(lambda: self._host.end_exchange(self._instances))
+            self._rows.clear()
+            self._on_their_way.clear()
+            yield self._between_steps(lambda index: self._cores[index].lose(self._now()))
+        yield EachBetweenSteps({self._names[0]: lambda: self._host.end_exchange(self._instances)})
+        self.done.seconds = self._now() - self._began
 
     @property
     def _cores(self) -> list[MovableCore]:
         return [instance.core for instance in self._instances]
 
-    def _between_steps(self, function: Callable[[], None]) -> BetweenStepsOf | Rendezvous:
-        if len(self._names) == 1:
-            return BetweenStepsOf(function, self._names[0])
-        return Rendezvous(self._names, function)
+    def _between_steps(self, function: Callable[[int], None]) -> EachBetweenSteps:
+        """Return the wait until a function has been called for each instance, by its number."""
+        return EachBetweenSteps({name: partial(function, index) for index, name in enumerate(self._names)})
 
-    def _receive_and_send(self) -> None:
-        assert self._sent is not None
-        rows, sent = self._sent
-        self._host.receive(self._instances, sent)
-        for core in self._cores:
-            core.arrive(self._pages_of(rows))
-        self._send()
+    def _next_rows(self, room: int) -> list[int]:
+        """Take the rows of the next chunk if there is room for it."""
+        if not self._on_their_way:
+            room = max(1, room)
+        count = min(len(self._rows), self._chunk())
+        return [self._rows.popleft() for _ in range(count)] if count <= room else []
 
-    def _send(self) -> None:
-        rows = [self._rows.popleft() for _ in range(min(len(self._rows), self._chunk()))]
-        self._sent = (rows, self._host.send(self._instances, rows)) if rows else None
+    def _send(self, rows: Sequence[int]) -> Waits[None]:
+        chunk = _Chunk(rows, [None] * len(self._instances))
 
-    def _lose(self) -> None:
-        self._rows.clear()
-        self._sent = None
-        for core in self._cores:
-            core.lose(self._now())
+        def send(index: int) -> None:
+            chunk.sent[index] = self._host.send(self._instances, index, rows)
+            self._stage_seconds[index] = self._measured(self._cores[index])
+
+        self._on_their_way.append(chunk)
+        yield self._between_steps(send)
+        self.done.chunks += 1
+        self.done.bytes += len(rows) * self._cost.bytes
+
+    def _receive(self) -> Waits[None]:
+        """Wait for the chunk that was sent first, and let sequences go on that have all their pages."""
+        chunk = self._on_their_way[0]
+        yield from self._host.arrival(chunk.sent)
+        now = self._now()
+        held = sum(core.scheduler.num_held for core in self._cores)
+        self.done.held_seconds += held * (now - self._counted)
+        self._counted = now
+
+        def receive(index: int) -> None:
+            self._host.receive(self._instances, index, chunk.sent)
+            self._cores[index].arrive(self._pages_of(chunk.rows))
+
+        yield self._between_steps(receive)
+        self._on_their_way.popleft()
 
     def _chunk(self) -> int:
-        """Return the number of rows that are exchanged in about the time of a stage's step."""
-        if not self._row_seconds:
-            return self._most_rows
-        seconds = max(map(self._stage_seconds, self._cores))
-        return max(1, min(int(seconds / self._row_seconds), self._most_rows))
+        """Return the number of rows that are exchanged in about the time of a stage's step.
 
-    def _stage_seconds(self, core: MovableCore) -> float:
+        As many chunks fit into the memory as steps can be dispatched before one of them leaves, and one more.
+        """
+        most = max(1, self._cost.most // (self._stages + 2))
+        if not self._cost.seconds:
+            return most
+        return max(1, min(int(max(self._stage_seconds) / self._cost.seconds), most))
+
+    def _measured(self, core: MovableCore) -> float:
+        """Return the seconds that a stage takes for the sequences that run now."""
         running = core.scheduler.running
         if core.cost is None or not running:
             return USUAL_SECONDS

@@ -66,6 +66,9 @@ class ServiceView:
     longest: Callable[[str], int]  # name of an instance -> tokens that the longest of its sequences needs
     is_warm: Callable[[InstancePlan], bool]  # whether all programs that an instance runs are compiled
     used_names: Collection[str] = ()  # of all instances that there have been; new ones get others
+    exchanging: Collection[
+        str
+    ] = ()  # of instances whose KV pages are on their way; they cannot change before that ends
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from jaxserve.control.exchange import ExchangeHost, PageExchange
+from jaxserve.control.exchange import Exchanged, ExchangeHost, PageExchange, RowCost
 from jaxserve.control.gradual import GradualRegroup
 from jaxserve.control.lane_moves import Trade, lane_moves, left_over, reverse, trades
 from jaxserve.control.ledger import DeviceEntries, DeviceLedgers
 from jaxserve.control.movement import lane_movement, movement
 from jaxserve.control.plan import InstancePlan, PlanInForce
-from jaxserve.control.reconfigure import SWAP_BUFFER, PlanFacts, Report
+from jaxserve.control.reconfigure import SWAP_BUFFER, Cancelled, PlanFacts, Report
 from jaxserve.control.recovery import lost_devices
 from jaxserve.control.regroup import Kind, Regroup, kind_of
 from jaxserve.control.request_moves import GroupedInstance, RequestMoves
 from jaxserve.control.resources import Resources
-from jaxserve.control.transitions import Outcome, Rendezvous, Waits
+from jaxserve.control.transitions import Beside, Outcome, Rendezvous, Sleep, Waits
 from jaxserve.core.errors import EngineFailed, JaxserveError
 from jaxserve.kvcache import JoinedIds, PagePool
 from jaxserve.scheduler.partition import SideLimits, partition
@@ -33,6 +33,7 @@ from jaxserve.scheduler.partition import SideLimits, partition
 log = logging.getLogger(__name__)
 
 OWNER = "regroup"  # of the ledgers' entries of what is taken while instances are regrouped
+POLL_S = 0.005  # how often a regroup looks whether the KV pages of its instances have come
 
 
 class InstanceHost(ExchangeHost, Protocol):
@@ -148,42 +149,40 @@ class Regrouping:
     facts: PlanFacts
     now: Callable[[], float]  # s
     longest_stop: float = 0.02  # s for which a merge or a split may stop its instances
+    exchanged: Callable[[Exchanged], None] = lambda done: None  # takes note of each exchange of KV pages
+    _exchanging: set[str] = field(default_factory=set)
+
+    @property
+    def exchanging(self) -> frozenset[str]:
+        """The names of the instances whose KV pages are on their way, and of those that have ended and still have them.
+
+        They cannot be regrouped before these have come.
+        """
+        return frozenset(self._exchanging)
 
     def carry_out(self, regroups: Sequence[Regroup], report: Report) -> Waits[None]:
         """Carry out regroups in order, and report the outcome of each. After one that fails the rest is dropped.
 
-        KV pages are exchanged when all regroups are in force that need not wait for that.
+        A regroup has come to its end when its instances serve. KV pages that they exchange follow beside all else.
         """
-        rests: list[tuple[Regroup, float, Waits[None]]] = []
         for regroup in regroups:
-            if any(plan.name in regroup.before for begun, _, _ in rests for plan in begun.after):
-                yield from self._end(rests, report)
             began = self.now()
             try:
-                rests.append((regroup, began, (yield from self._begin(regroup))))
+                yield from self._carry_out(regroup)
             except Exception as error:
                 unexpected = not isinstance(error, JaxserveError | ValueError)
                 log.warning("the instances stay: %s: %s", regroup, error, exc_info=unexpected)
-                yield from self._end(rests, report)
                 report(Outcome(regroup, f"{type(error).__name__}: {error}", self.now() - began), error)
                 return
-        yield from self._end(rests, report)
+            report(Outcome(regroup, None, self.now() - began), None)
 
-    def _end(self, rests: list[tuple[Regroup, float, Waits[None]]], report: Report) -> Waits[None]:
-        """End the regroups that are in force, and report their outcomes."""
-        while rests:
-            regroup, began, rest = rests.pop(0)
-            try:
-                yield from rest
-            except Exception as error:  # the engine stops
-                report(Outcome(regroup, f"{type(error).__name__}: {error}", self.now() - began), error)
-            else:
-                report(Outcome(regroup, None, self.now() - began), None)
-
-    def _begin(self, regroup: Regroup) -> Waits[Waits[None]]:
-        """Put a regroup in force, and return what remains to be done."""
+    def _carry_out(self, regroup: Regroup) -> Waits[None]:
         before = tuple(map(self.in_force.instance, regroup.before))
         kind = Kind.RECOVER if regroup.recovers else kind_of(before, regroup.after)
+        others = [plan.name for plan in self.in_force.plan.instances if plan.name not in regroup.before]
+        stopped = (*regroup.before, *(others if kind is Kind.COPY and before else ()))
+        while not self._exchanging.isdisjoint(stopped):
+            yield Sleep(self.now() + POLL_S)
         self._check(regroup)
         owner = self._book(kind, before, regroup.after)
         staged = Staged()
@@ -198,8 +197,6 @@ class Regrouping:
                 if kind is Kind.RECOVER:
                     yield Rendezvous(regroup.before, partial(self._abandon, before))
                 yield from self._stage(kind, before, regroup.after, staged)
-                others = [plan.name for plan in self.in_force.plan.instances if plan.name not in regroup.before]
-                stopped = (*regroup.before, *(others if kind is Kind.COPY and before else ()))
                 if kind in (Kind.DROP, Kind.RESTORE):
                     exchange = self._exchange(before, regroup.after)
                 commit = partial(self._commit, regroup, before, kind, staged.parts, others, ended, exchange)
@@ -210,15 +207,26 @@ class Regrouping:
             raise
         finally:
             self.host.discard_layers(staged.layers)
-        rest = self._rest(regroup, owner, ended, exchange)
         if exchange is None:
-            yield from rest  # and nothing remains of it
-        return rest
+            yield from self._end(regroup, owner, ended)
+        else:
+            yield Beside(self._exchange_pages(exchange, regroup, owner, ended))
 
-    def _rest(self, regroup: Regroup, owner: str, ended: Sequence[Any], exchange: PageExchange | None) -> Waits[None]:
-        """Exchange KV pages, and free what instances have left that have ended."""
-        if exchange is not None:
+    def _exchange_pages(
+        self, exchange: PageExchange, regroup: Regroup, owner: str, ended: Sequence[Any]
+    ) -> Waits[None]:
+        """Let KV pages follow, beside all else."""
+        try:
             yield from exchange.carry_out()
+            self.exchanged(exchange.done)
+            yield from self._end(regroup, owner, ended)
+        except Cancelled:
+            pass  # the engine is closing, and frees everything
+        finally:
+            self._exchanging.difference_update(_names(regroup))
+
+    def _end(self, regroup: Regroup, owner: str, ended: Sequence[Any]) -> Waits[None]:
+        """Free what instances have left that have ended."""
         yield from self.release(ended)
         gone: dict[str, DeviceEntries] = {name: {} for name in (*regroup.before, owner)}
         self.ledgers.replace(gone | {plan.name: self.entries(plan) for plan in regroup.after})
@@ -247,8 +255,8 @@ class Regrouping:
     def _exchange(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> PageExchange:
         row, resources = lane_movement(before, after, 1, self.resources), self.resources
         room = min(resources.stage_entries(stage).get("exchange", 0) for plan in after for stage in plan.stages)
-        most = max(1, room // max((*row.peak.values(), 1)))
-        return PageExchange(self.host, after[0].lanes, len(after[0].stages), row.seconds(resources), most, self.now)
+        cost = RowCost(row.seconds(resources), row.bytes_by_link, max(1, room // max((*row.peak.values(), 1))))
+        return PageExchange(self.host, after[0].lanes, len(after[0].stages), cost, self.now)
 
     def gradual(self, before: Sequence[InstancePlan], after: Sequence[InstancePlan]) -> bool:
         """Return whether a merge or a split goes layer by layer, because it would stop its instances for too long.
@@ -323,6 +331,8 @@ class Regrouping:
                     homeless += self._copy(source, before, targets, moves)
             if exchange is not None:
                 exchange.begin([plan.name for plan in regroup.after], made)
+                self._exchanging.update(_names(regroup))
+                undo.callback(self._exchanging.difference_update, _names(regroup))
             self.put_in_force(regroup.before, regroup.after, made, homeless)
             undo.pop_all()
         ended += ending
@@ -413,6 +423,10 @@ class Regrouping:
             lambda target, pages: self.host.copy_pages(source, target, pages),
             lambda pages: pages * page / self.resources.link_rate,
         )
+
+
+def _names(regroup: Regroup) -> set[str]:
+    return {*regroup.before, *(plan.name for plan in regroup.after)}
 
 
 def _totals(entries: Iterable[DeviceEntries]) -> Counter[int]:

@@ -51,6 +51,11 @@ class RegroupActuator(Protocol):
         ...
 
     @property
+    def exchanging(self) -> frozenset[str]:
+        """The names of instances whose KV pages are still on their way after a regroup."""
+        ...
+
+    @property
     def failed(self) -> Mapping[str, BaseException]:
         """The instances that have failed and keep their requests, by name, with their errors."""
         ...
@@ -126,13 +131,29 @@ class StructureController:
         if self._change is not None:
             with self._lock:
                 self._carry_on(now, self._change, instances)
-        elif self._actuator is not None and (failed := self._actuator.failed):
+            return
+        for name, instance in instances.items():
+            instance.held = self.holds(name)
+        if self._actuator is not None and (failed := self._failed(self._actuator)):
             with self._lock:
                 self._recover(now, self._actuator, failed, instances)
         elif isinstance(self._policy, StructuralPolicy) and now >= self.failures.until:
             self._decide(now, self._policy, view, instances)
 
+    def holds(self, name: str) -> bool:
+        """Return whether the plan of an instance has to stay as it is for now."""
+        return self.target is not None or name in self.exchanging
+
+    @property
+    def exchanging(self) -> frozenset[str]:
+        """The names of instances whose KV pages are on their way."""
+        return frozenset() if self._actuator is None else self._actuator.exchanging
+
     # -- instances that fail
+
+    def _failed(self, actuator: RegroupActuator) -> dict[str, BaseException]:
+        """Return the instances that have failed and can be recovered now: no KV page of theirs is on its way."""
+        return {name: error for name, error in actuator.failed.items() if name not in actuator.exchanging}
 
     def can_recover(self, name: str) -> bool:
         """Return whether the requests of an instance that fails now can go on. Call from any thread."""
@@ -219,6 +240,8 @@ class StructureController:
         longest = max((view.longest(instance.name) for instance in ending), default=0)
         if longest > max(self._resources.limits_of(instance.tp).max_len for instance in wanted):
             return f"the end of a request of {longest} tokens, which no instance could hold"
+        if moving := sorted(old.name for old in ending if old.name in self.exchanging):
+            return f"KV pages of instance {', '.join(moving)}, which are on their way"
         beginning = [new for new in wanted if not any(_is_same(old, new) for old in present)]
         moves_pages = any(not regroup.after for regroup in change.regroups)  # between instances that were there before
         # All are asked about, so that the programs of all are compiled.
@@ -277,8 +300,8 @@ class StructureController:
             if self._all_have(now, plans, instances, plans):
                 self._end(now, self._failure)
         if self._change is None:
-            for instance in instances.values():
-                instance.held = False
+            for name, instance in instances.items():
+                instance.held = self.holds(name)
 
     def _all_have(
         self,
@@ -295,7 +318,7 @@ class StructureController:
                 settled = False  # it is followed from the next tick on
                 continue
             instance.held = True
-            if not instance.settled:
+            if not instance.settled or name in self.exchanging:
                 settled = False
             elif instance.error and name == self._recovering:
                 instance.error = ""  # of a transition that came to nothing because the instance has failed

@@ -47,6 +47,16 @@ class BetweenStepsOf(BetweenSteps):
 
 
 @dataclass(frozen=True)
+class EachBetweenSteps:
+    """A wait until functions have run, each between two steps of its own instance (name: function), in any order.
+
+    The wait raises what one of the functions raises, or `Cancelled` as `BetweenSteps`.
+    """
+
+    functions: Mapping[str, Callable[[], None]]
+
+
+@dataclass(frozen=True)
 class StepsEnded:
     """A wait until the steps have ended that had been dispatched when the fence was made."""
 
@@ -62,6 +72,13 @@ class Rendezvous:
 
     instances: tuple[str, ...]
     function: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """No wait: another procedure begins, and both go on beside each other."""
+
+    procedure: "Waits[None]"
 
 
 Waits = Generator[Any, Any, T]  # of the waits above, and of those that only one driver knows

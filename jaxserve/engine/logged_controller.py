@@ -79,6 +79,10 @@ class _LoggedRegrouper:
         return self._regrouper.is_warm(plan)
 
     @property
+    def exchanging(self) -> frozenset[str]:
+        return self._regrouper.exchanging
+
+    @property
     def failed(self) -> Mapping[str, BaseException]:
         return self._regrouper.failed
 

@@ -122,8 +122,11 @@ class StepLoop:
         return not self._calls.empty()
 
     def run_calls(self) -> None:
-        """Run the waiting functions. Call between two steps, in the thread that steps."""
-        while self.has_calls:
+        """Run the waiting functions. Call between two steps, in the thread that steps.
+
+        Functions that are passed to `call` meanwhile run between the next two steps.
+        """
+        for _ in range(self._calls.qsize()):
             self._calls.get()()
 
     def after_dispatched(self, function: Callback) -> None:

@@ -23,15 +23,16 @@ Lane = tuple[str, int]  # a layer, and one of the lanes of its pool
 
 @dataclass(frozen=True)
 class LanePlace:
-    """Where a lane of a layer's pool is: the pools of an instance, and its lane there."""
+    """Where a lane of each layer's pool is: the number of the instance, its pools, and its lane there."""
 
+    instance: int
     pools: Pools
     lane: int
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Contents of rows on their way: for each lane, arrays on the devices that keep it."""
+    """Contents of an instance's rows on their way: for each lane, arrays on the devices that keep it."""
 
     rows: Sequence[int]
     contents: Mapping[Lane, Sequence[Array]]
@@ -55,15 +56,18 @@ class LaneExchange:
         """The arrays that are freed in the end."""
         return list(chain.from_iterable(self._left.values()))
 
-    def send(self, rows: Sequence[int]) -> Sent:
-        """Begin to send rows to the devices that keep them."""
-        return Sent(tuple(rows), {lane: self._send_lane(lane, source, rows) for lane, source in self._sources.items()})
+    def send(self, instance: int, rows: Sequence[int]) -> Sent:
+        """Begin to send rows of an instance to the devices that keep them. Call it between its steps."""
+        sources = {lane: source for lane, source in self._sources.items() if self._sender(source) == instance}
+        return Sent(tuple(rows), {lane: self._send_lane(lane, source, rows) for lane, source in sources.items()})
 
-    def receive(self, sent: Sent) -> None:
-        """Write rows that have come to the new pools."""
+    def receive(self, instance: int, sent: Sent) -> None:
+        """Write rows that have come for an instance to its pools. Call it between its steps."""
         batches = _batches(sent.rows)
         for (layer, lane), contents in sent.contents.items():
             place, index = self._places[lane], layer_index(layer)
+            if place.instance != instance:
+                continue
             pool = place.pools.lane(index, place.lane)
             for arrays, ids in zip(contents, batches, strict=True):
                 pool = place.pools.programs[index].put(pool, arrays, ids)
@@ -73,6 +77,10 @@ class LaneExchange:
         """Free the arrays that no instance has."""
         free(self._left.values())
         self._left.clear()
+
+    def _sender(self, source: Lane | None) -> int:
+        """Return the instance between whose steps a lane is read. Nothing writes to the arrays that are left."""
+        return 0 if source is None else self._places[source[1]].instance
 
     def _send_lane(self, target: Lane, source: Lane | None, rows: Sequence[int]) -> list[Array]:
         layer, lane = target

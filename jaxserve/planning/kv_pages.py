@@ -99,8 +99,16 @@ class _Merged:
         members = [instance.with_kv_pages(pages) for instance in spec.plan.instances[:lanes]]
         whole = grouped_plan(members, "", limits)
         # Nothing is known about pages yet, those of several lanes included.
-        whole = replace(whole, stages=tuple(replace(stage, kv_pages=0, lanes=1) for stage in whole.stages))
-        return cls(spec.config.tp, lanes, min(rooms_of((whole,), limits), key=lambda room: room.free // room.page))
+        bare = replace(whole, stages=tuple(replace(stage, kv_pages=0, lanes=1) for stage in whole.stages))
+        under_way = {
+            device: {"exchange": limits.sizes.entries(stage)["exchange"]}
+            for stage in whole.stages
+            for device in stage.devices
+        }
+        of_stages = [
+            replace(each, entries={**each.entries, **under_way[each.device]}) for each in rooms_of((bare,), limits)
+        ]
+        return cls(spec.config.tp, lanes, min(of_stages, key=lambda room: room.free // room.page))
 
     @property
     def for_members(self) -> Room:

@@ -52,7 +52,8 @@ class PinnedVariants:
         return ceil_div(size * members, self.instances)
 
 
-EXCHANGED_ROWS = 16  # for which there is always room
+EXCHANGED_ROWS = 32  # for which there is always room
+EXCHANGED_SHARE = 1 / 16  # of the layers that a group drops: room for its KV pages on their way
 
 
 @dataclass(frozen=True)
@@ -107,18 +108,22 @@ class ModelSizes:
         return self.fixed(stage).page
 
     def entries(self, stage: StagePlan) -> dict[str, int]:
-        fixed, weights, in_place = self.fixed(stage), 0, 0
+        fixed, weights, layers, in_place = self.fixed(stage), 0, 0, 0
         for block in stage.blocks:
             size = self.block(block.block, block.precision, stage.tp)
-            if is_layer(block.block) and block.precision in self.in_place:
-                size = self.pinned.share(size, self.degrees.members(stage.tp))
-                in_place += size
+            if is_layer(block.block):
+                layers += size
+                if block.precision in self.in_place:
+                    size = self.pinned.share(size, self.degrees.members(stage.tp))
+                    in_place += size
             weights += size
+        # The other stages of a group have as many layers, about.
+        pages_under_way = int(EXCHANGED_SHARE * (stage.lanes - 1) * layers)
         return {
             "weights": weights - self._shared(stage),
             "variants": fixed.variants - in_place,
             "workspace": fixed.workspace,
-            "exchange": fixed.exchange,
+            "exchange": max(fixed.exchange, pages_under_way),
         }
 
     def fixed(self, stage: StagePlan) -> FixedMemory:

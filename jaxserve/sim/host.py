@@ -26,10 +26,10 @@ Sides = tuple[Sequence[InstancePlan], Sequence[InstancePlan]]  # before a regrou
 
 @dataclass(frozen=True)
 class Chunk:
-    """KV pages that instances exchange at once, beside serving."""
+    """KV pages that an instance sends at once, beside serving."""
 
     time: float  # s, of its begin
-    instances: tuple[str, ...]
+    instance: str
     link_bytes: int
     end: float  # s
 
@@ -127,18 +127,17 @@ class SimHost:
 
     # -- as `ExchangeHost`
 
-    def send(self, instances: Sequence[SimInstance], rows: Sequence[int]) -> Chunk:
-        first, now = instances[0], self._clock.now()
-        moved = lane_movement(*self._sides[first], len(rows), self._resources)
-        seconds = moved.seconds(self._resources)
-        end = now + seconds if first.pipeline is None else first.pipeline.send(now, seconds)
-        self.chunks.append(Chunk(now, tuple(each.core.name for each in instances), moved.bytes_by_link, end))
+    def send(self, instances: Sequence[SimInstance], index: int, rows: Sequence[int]) -> Chunk:
+        sender, now = instances[index], self._clock.now()
+        moved = lane_movement(*self._sides[instances[0]], len(rows), self._resources)
+        end = sender.send_pages(moved.seconds(self._resources))
+        self.chunks.append(Chunk(now, sender.core.name, moved.bytes_by_link // len(instances), end))
         return self.chunks[-1]
 
-    def arrival(self, sent: Chunk, seconds: float) -> Waits[None]:
-        yield Sleep(sent.end)
+    def arrival(self, sent: Sequence[Chunk]) -> Waits[None]:
+        yield Sleep(max(chunk.end for chunk in sent))
 
-    def receive(self, instances: Sequence[SimInstance], sent: Chunk) -> None:
+    def receive(self, instances: Sequence[SimInstance], index: int, sent: Sequence[Chunk]) -> None:
         pass
 
     def end_exchange(self, instances: Sequence[SimInstance]) -> None:

@@ -111,6 +111,7 @@ class SimInstance:
         self._when_stopped: Call | None = None  # called when the last dispatched step has ended; None: not stopping
         self._steps: deque[_Step] = deque()  # the dispatched steps, the one that ends first at the beginning
         self._occupied = 0.0  # the time until which the device does other work than steps
+        self._sent = 0.0  # the time until which the device sends KV pages
         self._depth = steps_in_flight(len(plan.stages))
         self.pipeline = Pipeline(len(plan.stages)) if len(plan.stages) > 1 else None
         self._run: _SteadyRun | None = None
@@ -157,6 +158,17 @@ class SimInstance:
             self.pipeline.occupy(now, seconds)
         else:
             self._occupied = max(now, self._occupied, *(step.end for step in self._steps)) + seconds
+
+    def send_pages(self, seconds: float) -> float:
+        """Send KV pages after the dispatched steps, which takes this long, and return when they have left (s).
+
+        To be called between two steps. What later steps of a pipeline send waits for them.
+        """
+        now = self.clock.now()
+        if self.pipeline is not None:
+            return self.pipeline.send(now, seconds)
+        self._sent = max(now, self._sent, *(step.end for step in self._steps)) + seconds
+        return self._sent
 
     def set_plan(self, plan: InstancePlan) -> None:
         """Use the step times of `plan` from the next step on."""

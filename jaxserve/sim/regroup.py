@@ -1,6 +1,6 @@
 """The actuator of regroups in virtual time, which drives the procedure of `control.regrouping`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from jaxserve.control.plan import InstancePlan
 from jaxserve.control.regroup import Regroup
 from jaxserve.control.regrouping import Regrouping
-from jaxserve.control.transitions import BetweenStepsOf, Outcome, Rendezvous
+from jaxserve.control.transitions import Beside, BetweenStepsOf, EachBetweenSteps, Outcome, Rendezvous
 from jaxserve.core.clock import Clock
 from jaxserve.sim.actuator import report_to
 from jaxserve.sim.driver import Agenda, Fence, ProcedureDriver
@@ -43,7 +43,7 @@ class SimRegroupActuator:
         """Instances are stopped for `host_seconds` longer than moving bytes takes: for the host's own work."""
         self._regrouping, self._host, self._front = regrouping, host, front
         self._clock, self._agenda, self._host_seconds = clock, agenda, host_seconds
-        self._driver = ProcedureDriver(clock, agenda, SharedLinks({}), self._wait)
+        self._driver = self._new_driver()
         self._new_outcomes: list[Outcome] = []
         self.outcomes: list[Outcome] = []
         """The outcomes of all regroups that were polled."""
@@ -66,26 +66,56 @@ class SimRegroupActuator:
         return True
 
     @property
+    def exchanging(self) -> frozenset[str]:
+        return self._regrouping.exchanging
+
+    @property
     def failed(self) -> Mapping[str, BaseException]:
         return self._host.failed
 
     def give_up(self, name: str) -> None:
         pass
 
-    def _wait(self, wait: Rendezvous | BetweenStepsOf) -> None:
-        if isinstance(wait, BetweenStepsOf):
-            self._front.instances[wait.instance].call(partial(self._run_between, wait))
-            return
-        names = wait.instances
-        self._front.stop(names, lambda: self._agenda.add(self._clock.now(), partial(self._commit, wait, names)))
+    def _new_driver(self) -> ProcedureDriver:
+        driver = ProcedureDriver(self._clock, self._agenda, SharedLinks({}), lambda wait: self._wait(driver, wait))
+        return driver
 
-    def _run_between(self, wait: BetweenStepsOf) -> None:
+    def _wait(self, driver: ProcedureDriver, wait: Rendezvous | BetweenStepsOf | EachBetweenSteps | Beside) -> None:
+        match wait:
+            case BetweenStepsOf():
+                self._front.instances[wait.instance].call(partial(self._run_between, driver, wait))
+            case EachBetweenSteps():
+                self._wait_for_each(driver, wait.functions)
+            case Beside():
+                self._new_driver().start(wait.procedure)
+                driver.soon(None)
+            case Rendezvous():
+                commit = partial(self._commit, driver, wait)
+                self._front.stop(wait.instances, lambda: self._agenda.add(self._clock.now(), commit))
+
+    def _wait_for_each(self, driver: ProcedureDriver, functions: Mapping[str, Callable[[], None]]) -> None:
+        """Run functions, each between two steps of its instance."""
+        waiting, errors = set(functions), list[Exception]()
+
+        def run(name: str) -> None:
+            try:
+                functions[name]()
+            except Exception as error:
+                errors.append(error)
+            waiting.remove(name)
+            if not waiting:
+                driver.soon(None, errors[0] if errors else None)
+
+        for name in functions:
+            self._front.instances[name].call(partial(run, name))
+
+    def _run_between(self, driver: ProcedureDriver, wait: BetweenStepsOf) -> None:
         """Run the function of a wait between two steps, of which the devices have others to compute meanwhile."""
         try:
             wait.function()
         except Exception as error:
             self._host.take_pause()
-            self._driver.soon(None, error)
+            driver.soon(None, error)
             return
         instance, (seconds, link_bytes) = self._front.instances[wait.instance], self._host.take_pause()
         if seconds:
@@ -93,24 +123,24 @@ class SimRegroupActuator:
             instance.occupy(seconds)
         fence = Fence()
         instance.after_dispatched(fence.passes)
-        self._driver.soon(fence)
+        driver.soon(fence)
 
-    def _commit(self, wait: Rendezvous, names: Sequence[str]) -> None:
+    def _commit(self, driver: ProcedureDriver, wait: Rendezvous) -> None:
         """Run the function of a wait whose instances have stopped, and let them go on when its time is over."""
         now = self._clock.now()
         try:
             wait.function()
         except Exception as error:
             self._host.take_pause()
-            self._go_on(None, error)
+            self._go_on(driver, None, error)
             return
         seconds, link_bytes = self._host.take_pause()
-        pause = Pause(now, tuple(names), seconds + self._host_seconds, link_bytes)
+        pause = Pause(now, wait.instances, seconds + self._host_seconds, link_bytes)
         self.pauses.append(pause)
         fence = Fence()
         fence.passes()
-        self._agenda.add(now + pause.seconds, partial(self._go_on, fence))
+        self._agenda.add(now + pause.seconds, partial(self._go_on, driver, fence))
 
-    def _go_on(self, value: Any, error: Exception | None = None) -> None:
+    def _go_on(self, driver: ProcedureDriver, value: Any, error: Exception | None = None) -> None:
         self._front.go_on()
-        self._driver.soon(value, error)
+        driver.soon(value, error)

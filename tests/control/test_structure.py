@@ -29,6 +29,7 @@ class FakeRegrouper:
         self.error: str | None = None
         self.cold: set[tuple[int, ...]] = set()  # devices without programs
         self.busy = False
+        self.exchanging = frozenset[str]()
         self._in_force, self._actuators = in_force, actuators
         self._outcomes: list[Outcome] = []
 
@@ -99,6 +100,35 @@ def test_operators_merge_and_split_instances() -> None:
     assert service.instances == FOUR.instances
     assert service.outcomes == ["done", "done"]
     assert not service.controller.busy
+
+
+def test_instances_stay_until_their_kv_pages_have_come() -> None:
+    service = Service(ManualPolicy(FOUR))
+    service.regrouper.exchanging = frozenset({"1"})
+    service.run(0.2)
+    assert service.controller.busy
+    service.controller.set_policy(ManualPolicy(WITH_MERGED))
+    service.run(1)
+    assert service.instances == FOUR.instances
+    assert "waits for KV pages of instance 1, which are on their way" in service.controller.note
+    service.regrouper.exchanging = frozenset()
+    service.run(1)
+    assert service.instances == WITH_MERGED.instances
+    assert not service.controller.busy
+
+
+def test_the_plan_of_an_instance_stays_until_its_kv_pages_have_come() -> None:
+    wanted = FOUR.with_precisions("1", {"layers.3": "int4"}).with_precisions("2", {"layers.3": "int4"})
+    service = Service(ManualPolicy(FOUR))
+    service.regrouper.exchanging = frozenset({"1"})
+    service.run(0.1)
+    service.controller.set_policy(ManualPolicy(wanted))
+    service.run(1)
+    precisions = {plan.name: plan.precision("layers.3") for plan in service.instances}
+    assert precisions["2"] == "int4" != precisions["1"]
+    service.regrouper.exchanging = frozenset()
+    service.run(1)
+    assert service.instances == wanted.instances
 
 
 def test_members_agree_on_precisions_before_they_merge() -> None:

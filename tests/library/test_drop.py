@@ -10,6 +10,7 @@ import pytest
 from jaxserve.actuator.host import DeviceHost
 from jaxserve.control.exchange import PageExchange
 from jaxserve.core.request import RequestOutput
+from jaxserve.engine.core import EngineCore
 from jaxserve.executor import warm_placements
 from jaxserve.kernels.native import kv as native
 from tests.library.test_merge import DENSE, EXPERTS, GREEDY, INT4, KINDS, answers, prompt_of, written
@@ -100,16 +101,16 @@ def test_four_instances_share_their_layers_in_two_steps(tmp_path: Path) -> None:
 
 def test_pages_that_are_lost_on_their_way_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, lost = written(tmp_path, DENSE | {"num_hidden_layers": 4}), []
-    lose = PageExchange._lose
 
     def receive(*_: object) -> None:
         raise RuntimeError("a link is down")
 
-    monkeypatch.setattr(PageExchange, "_lose", lambda exchange: (lost.append(exchange), lose(exchange)))
+    lose = EngineCore.lose
+    monkeypatch.setattr(EngineCore, "lose", lambda core, now: (lost.append(core), lose(core, now)))
     expected = run(model, [])
     monkeypatch.setattr(DeviceHost, "receive", receive)
     assert run(model, [drop, restore]) == expected
-    assert len(lost) == 2
+    assert len(lost) == 1 + 2, "once for the group, and once for each member"
 
 
 def test_engine_that_is_closed_in_the_middle_of_an_exchange_frees_everything(

@@ -168,9 +168,9 @@ def test_a_device_that_fails_in_an_exchange_costs_no_answer(
 
     carry_out = getattr(built.host, action)
 
-    def fail(groups: Any, rows: Any) -> Any:
+    def fail(groups: Any, *arguments: Any) -> Any:
         groups[0].executor._faults = {1: Fault(1, 1)}
-        return carry_out(groups, rows)
+        return carry_out(groups, *arguments)
 
     monkeypatch.setattr(built.host, action, fail)
 

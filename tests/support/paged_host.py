@@ -21,7 +21,7 @@ from jaxserve.control.regroup import merged_plan, new_names, split_plans, struct
 from jaxserve.control.regrouping import Regrouping
 from jaxserve.control.resources import Resources, validate
 from jaxserve.control.service_limits import ServiceLimits
-from jaxserve.control.transitions import BetweenSteps, BetweenStepsOf, Rendezvous, Sleep, Waits
+from jaxserve.control.transitions import BetweenSteps, BetweenStepsOf, EachBetweenSteps, Rendezvous, Sleep, Waits
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.errors import JaxserveError, StageFailed
@@ -38,6 +38,7 @@ from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.telemetry import EngineMetrics, Snapshot
 from tests.support.internals import assert_no_record_left, requests_in
 from tests.support.paged_device import VOCAB, Letters, PagedDevice
+from tests.support.procedures import drive
 
 PAGE, TILE, SLOTS = 4, 8, 2
 DEVICES, START, MAX_TP = 8, 6, 4
@@ -200,19 +201,19 @@ class PagedHost:
         for row in rows:
             contents[row * lanes : (row + 1) * lanes] = GARBAGE
 
-    def send(self, instances: Sequence[Any], rows: Sequence[int]) -> Any:
+    def send(self, instances: Sequence[Any], index: int, rows: Sequence[int]) -> Any:
         self.before("send")
-        return [{p: s.away[p].copy() for r in rows for p in range(r * s.lanes, (r + 1) * s.lanes)} for s in instances]
+        steps = instances[index]
+        return {p: steps.away[p].copy() for r in rows for p in range(r * steps.lanes, (r + 1) * steps.lanes)}
 
-    def arrival(self, sent: Any, seconds: float) -> Waits[None]:
+    def arrival(self, sent: Sequence[Any]) -> Waits[None]:
         yield Sleep(0.0)
         self.before("arrival")
 
-    def receive(self, instances: Sequence[Any], sent: Any) -> None:
-        for steps, pages in zip(instances, sent, strict=True):
-            self.before("receive")
-            for page, contents in pages.items():
-                pages_of(steps)[page] = contents
+    def receive(self, instances: Sequence[Any], index: int, sent: Sequence[Any]) -> None:
+        self.before("receive")
+        for page, contents in sent[index].items():
+            pages_of(instances[index])[page] = contents
 
     def end_exchange(self, instances: Sequence[Any]) -> None:
         for steps in instances:
@@ -516,18 +517,7 @@ class PagedService:
 
     def _drive(self, start: Callable[[Any], Waits[None]]) -> None:
         errors: list[Exception] = []
-        procedure = start(lambda outcome, error: errors.extend([error] if error else []))
-        failure: Exception | None = None
-        while True:
-            try:
-                wait = next(procedure) if failure is None else procedure.throw(failure)
-            except StopIteration:
-                break
-            failure = None
-            try:
-                self._wait(wait)
-            except Exception as error:
-                failure = error
+        drive(start(lambda outcome, error: errors.extend([error] if error else [])), self._wait)
         if errors:
             raise errors[0]
 
@@ -535,6 +525,10 @@ class PagedService:
         if isinstance(wait, Rendezvous):
             with self.engine.stopped(wait.instances):
                 wait.function()
+        elif isinstance(wait, EachBetweenSteps):
+            self.meanwhile()
+            for function in wait.functions.values():
+                function()
         elif isinstance(wait, BetweenSteps):
             if isinstance(wait, BetweenStepsOf):
                 self.meanwhile()

@@ -13,7 +13,7 @@ from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.plan_edits import PlanEdit, PlanEditor
 from jaxserve.control.regroup import merged_plan, new_names, split_plans, structural_change
 from jaxserve.control.resources import validate
-from jaxserve.control.transitions import BetweenStepsOf, Outcome, Rendezvous
+from jaxserve.control.transitions import BetweenStepsOf, EachBetweenSteps, Outcome, Rendezvous, Sleep
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
@@ -28,6 +28,7 @@ from tests.support.internals import (
     regrouping_of,
     store_of,
 )
+from tests.support.procedures import drive
 
 # Four instances of one device each.
 OPTIONS = {
@@ -179,19 +180,7 @@ class Regrouped:
             self.outcomes.append(outcome)
             errors.extend([error] if error else [])
 
-        procedure = self.regrouping.carry_out(tuple(regroups), report)
-        value: Any = None
-        error: Exception | None = None
-        while True:
-            try:
-                wait = procedure.send(value) if error is None else procedure.throw(error)
-            except StopIteration:
-                break
-            value = error = None
-            try:
-                value = self._wait(wait)
-            except Exception as failure:
-                error = failure
+        drive(self.regrouping.carry_out(tuple(regroups), report), self._wait)
         if errors:
             raise errors[0]
 
@@ -201,6 +190,14 @@ class Regrouped:
             case Rendezvous():
                 with self.engine.stopped(wait.instances):
                     wait.function()
+                return None
+            case EachBetweenSteps():
+                self.step()
+                for name, function in wait.functions.items():
+                    between_steps(self.engine.loops[name], function)
+                return None
+            case Sleep():
+                self.step()
                 return None
             case BetweenStepsOf():
                 self.step()

@@ -68,7 +68,7 @@ class ParamDropPolicy(KeepsPlans):
         if required > 0:
             return self._drop(view, plan, state, required)
         for name, since in state.roomy_since.items():
-            if view.time - since >= self.settings.hold:
+            if view.time - since >= self.settings.hold and name not in view.exchanging:
                 return self._restore(view, plan, state, plan.instance(name))
         return PlanProposal(plan, state)
 
@@ -92,7 +92,7 @@ class ParamDropPolicy(KeepsPlans):
 
     def _drop(self, view: ServiceView, plan: Plan, state: DropState, required: int) -> PlanProposal[DropState]:
         words = f"waiting sequences lack {required} KV pages"
-        able = self._next_to_share([each for each in plan.instances if self._may_share(each, state)])
+        able = self._next_to_share([each for each in plan.instances if self._may_share(view, each, state)])
         sized = sorted(able, key=lambda each: -self._lacking(_seen(view, each)))  # sequences stay where they wait
         found = drop_plan(
             [(each,) * each.lanes for each in sized],  # an instance counts as many times as it has lanes
@@ -126,10 +126,11 @@ class ParamDropPolicy(KeepsPlans):
         fewest = min((each for each, count in lanes.items() if count > 1), default=0)
         return [instance for instance in able if instance.lanes == fewest]
 
-    def _may_share(self, instance: InstancePlan, state: DropState) -> bool:
+    def _may_share(self, view: ServiceView, instance: InstancePlan, state: DropState) -> bool:
         pattern = state.start.instances[0]
         return (
             not instance.draining
+            and instance.name not in view.exchanging
             and instance.tp == pattern.tp
             and len(instance.stages) == instance.lanes * len(pattern.stages)
         )
