@@ -363,6 +363,7 @@ def _build_regrouper(
         resolved.device_entries,
         PlanFacts(resolved.plan_fields, maker.costs),
         maker.clock.now,
+        exchanged=lambda done: maker.metrics.exchanged(done.chunks, done.bytes, done.seconds, done.held_seconds),
     )
     is_warm = warm.is_or_becomes_warm if resolved.config.warmup else lambda plan: True
     return DeviceRegroupActuator(regrouping, lambda: host.front, maker.metrics, is_warm)

@@ -127,11 +127,9 @@ class PageExchange:
         return EachBetweenSteps({name: partial(function, index) for index, name in enumerate(self._names)})
 
     def _next_rows(self, room: int) -> list[int]:
-        """Take the rows of the next chunk if there is room for it."""
-        if not self._on_their_way:
-            room = max(1, room)
+        """Take the rows of the next chunk if there is room for it. There is, if no other one is on its way."""
         count = min(len(self._rows), self._chunk())
-        return [self._rows.popleft() for _ in range(count)] if count <= room else []
+        return [self._rows.popleft() for _ in range(count)] if count <= room or not self._on_their_way else []
 
     def _send(self, rows: Sequence[int]) -> Waits[None]:
         chunk = _Chunk(rows, [None] * len(self._instances))

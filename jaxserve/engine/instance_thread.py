@@ -19,6 +19,7 @@ from jaxserve.engine.outputs import RequestState
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05  # how often a thread that shall stop is looked at, in case it has ended
+STALL_CHECK_S = 0.005  # how often an instance looks whether one of its requests can go on, if none can
 
 Item = RequestOutput | BaseException
 
@@ -235,11 +236,12 @@ class InstanceThread:
                     self.steps.core.abort(entry.request.id, now=self.steps.clock.now())
 
     def _take_commands(self) -> None:
-        """Run the waiting commands, or wait for one if the engine is idle."""
-        block = (self.steps.idle or self.failure is not None) and not self._stopping
+        """Run the waiting commands, or wait for one if there is nothing to compute."""
+        idle = self.steps.idle or self.failure is not None
+        block, timeout = (idle or self.steps.stalled) and not self._stopping, None if idle else STALL_CHECK_S
         while True:
             try:
-                command = self._commands.get(block=block)
+                command = self._commands.get(block, timeout)
             except queue.Empty:
                 return
             command()

@@ -63,6 +63,8 @@ class StepLoop:
         self._calls: queue.SimpleQueue[Callback] = queue.SimpleQueue()
         self._depth = steps_in_flight(stages, overlap=overlap)
         self._steps: deque[_Dispatched] = deque()  # on the device, the oldest first
+        self.stalled = False
+        """True if no step is on the device because no request can go on, as while KV pages are on their way."""
 
     def add(self, request: Request, info: ModelInfo | None = None, *, accepted: bool = False) -> None:
         """Accept a request, as `EngineCore.add`. Raise `RequestError` or `QueueFull` if it is refused."""
@@ -74,6 +76,7 @@ class StepLoop:
         """Dispatch the next step. If nothing more can be in flight, return the outputs of the oldest step."""
         self.run_calls()
         newest = self._dispatch()
+        self.stalled = newest is None and not self._steps
         outputs: list[RequestOutput] = []
         if newest is None or len(self._steps) == self._depth:
             outputs = self._collect()

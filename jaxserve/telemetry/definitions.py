@@ -81,6 +81,10 @@ ENGINE_COUNTERS = {  # name: (labels, help)
     "compilations": (("tier",), "Executables compiled by tier."),
     "transitions": (("kind", "outcome"), "Plan transitions by kind and outcome."),
     "decisions": (("policy", "outcome"), "Decisions about the plan by policy and outcome."),
+    "kv_exchange_chunks": ((), "Chunks of KV pages that were exchanged after layers were dropped or restored."),
+    "kv_exchange_bytes": ((), "Bytes of these chunks that crossed links between devices."),
+    "kv_exchange_seconds": ((), "Seconds in which such KV pages were on their way."),
+    "kv_exchange_held_seconds": ((), "Seconds that sequences waited for such pages, added up over the sequences."),
 }
 TRANSITION_SECONDS = ("transition_seconds", "Seconds of a plan transition.")
 

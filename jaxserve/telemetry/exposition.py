@@ -54,7 +54,7 @@ class EngineFigures:
     cache_config: Callable[[int], Mapping[str, object]]  # labels of the KV cache, from its number of pages
     instances: Sequence[InstanceFigures]  # by number
     waiting_room: WaitingRoom
-    counters: Mapping[str, Mapping[tuple[str, ...], int]]
+    counters: Mapping[str, Mapping[tuple[str, ...], float]]
     transition_seconds: Mapping[str, State]  # by kind
     capacities: Mapping[str, KVCapacity]  # by instance; {} if they are unknown
 

@@ -167,7 +167,7 @@ class EngineMetrics:
         self._waiting_room: Callable[[], WaitingRoom] = WaitingRoom
         self._instances: list[InstanceMetrics] = []  # by number
         self._lock = threading.Lock()
-        self._counters: dict[str, dict[tuple[str, ...], int]] = {name: {} for name in ENGINE_COUNTERS}
+        self._counters: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in ENGINE_COUNTERS}
         self._transition_seconds: dict[str, Histogram] = {}
 
     def instance(self, name: str = "0") -> InstanceMetrics:
@@ -211,11 +211,18 @@ class EngineMetrics:
             histogram = self._transition_seconds.setdefault(kind, Histogram(TIME_BOUNDS))
         histogram.observe(seconds)
 
+    def exchanged(self, chunks: int, size: int, seconds: float, held_seconds: float) -> None:
+        """Count an exchange of KV pages: its chunks and bytes, and for how long it held sequences, all together."""
+        self._add("kv_exchange_chunks", count=chunks)
+        self._add("kv_exchange_bytes", count=size)
+        self._add("kv_exchange_seconds", count=seconds)
+        self._add("kv_exchange_held_seconds", count=held_seconds)
+
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format (`exposition.CONTENT_TYPE`)."""
         control = self._control()
         with self._lock:
-            counters: dict[str, Mapping[tuple[str, ...], int]] = {n: dict(c) for n, c in self._counters.items()}
+            counters: dict[str, Mapping[tuple[str, ...], float]] = {n: dict(c) for n, c in self._counters.items()}
             seconds, instances = dict(self._transition_seconds), list(self._instances)
         counters["decisions"] = control.decisions
         return render(
@@ -231,7 +238,7 @@ class EngineMetrics:
             self._prefix,
         )
 
-    def _add(self, name: str, *labels: str) -> None:
+    def _add(self, name: str, *labels: str, count: float = 1) -> None:
         with self._lock:
             values = self._counters[name]
-            values[labels] = values.get(labels, 0) + 1
+            values[labels] = values.get(labels, 0) + count

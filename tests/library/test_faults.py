@@ -84,6 +84,7 @@ def test_the_survivor_of_a_group_answers_everything(model: Path, expected: list,
             assert len(survivor.stages) == survivor.lanes == 1
             await check_served(built, engine)
             assert "jaxserve_instance_failures_total" in engine.metrics_text().decode()
+            assert "jaxserve_kv_exchange_chunks_total" in engine.metrics_text().decode()
             assert built.control is not None
             last = built.control.decisions(1)[0]
             assert last["outcome"] == "done"
