@@ -4,29 +4,26 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
 from typing import cast
 
 import jax
 
 from jaxserve.actuator.actuator import PlanActuator
 from jaxserve.actuator.apart import ApartInstance
+from jaxserve.actuator.lane_pools import joined_lanes, parted_lanes
 from jaxserve.actuator.maker import InstanceMaker, Parts
 from jaxserve.actuator.throttle import Throttle
 from jaxserve.control.lane_moves import Trade
 from jaxserve.control.plan import InstancePlan
 from jaxserve.control.transitions import Waits
-from jaxserve.core.block_names import layer_index, layer_name
 from jaxserve.engine.instances import InstanceSet
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState
 from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.kv_exchange import Side
-from jaxserve.executor.lane_exchange import Lane, LaneExchange, LanePlace, Sent, interleaved, traded
+from jaxserve.executor.lane_exchange import LaneExchange, Sent
 from jaxserve.executor.page_copies import copy_pages
-from jaxserve.executor.pools import Pools, free, pages_of
-from jaxserve.kernels import Pool
 from jaxserve.kvcache import DividedPool, PagePool
 from jaxserve.telemetry import Snapshot, WaitingRoom
 
@@ -204,18 +201,9 @@ class DeviceHost:
     ) -> StepLoop:
         executors = list(map(_executor, members))
         (blocks,) = self._reload(executors, [plan], undo)
-        old = self._equally_long(_lanes_of([executor.pools for executor in executors]), executors, undo)
-        new, left = traded(old, trades, self._fresh(old, trades, [plan], undo))
-        side, lanes = self._maker.side(plan), range(plan.lanes)
-        layers = [[new[layer_name(layer), lane] for lane in lanes] for layer in range(len(side.programs))]
-        pools = Pools(side.programs, side.sizes, list(map(interleaved, layers)), lanes=plan.lanes)
-        growth = pools.prepare(plan.kv_pages)
-        undo.callback(free, list(growth))
-        pools.extend(growth)
-        self._hand_over(executors, undo)
+        pools, exchange = joined_lanes(self._maker, executors, trades, plan, undo)
         steps = self._make(plan, Parts(blocks, pools), pages, undo)
-        places = {lane: LanePlace(0, pools, lane) for lane in lanes}
-        self._begin_exchange(steps, LaneExchange(trades, places, left), undo)
+        self._begin_exchange(steps, exchange, undo)
         return steps
 
     def restore(
@@ -227,59 +215,11 @@ class DeviceHost:
         undo: ExitStack,
     ) -> list[StepLoop]:
         executor = _executor(whole)
-        old = _lanes_of([executor.pools])
-        new, left = traded(old, trades, self._fresh(old, trades, plans, undo))
-        sides = list(map(self._maker.side, plans))
-        pools = [
-            Pools(side.programs, side.sizes, [new[layer_name(layer), lane] for layer in range(len(side.programs))])
-            for lane, side in enumerate(sides)
-        ]
-        blocks = self._reload([executor], plans, undo)
-        self._hand_over([executor], undo)
-        parts = zip(plans, map(Parts, blocks, pools), pages, strict=True)
+        pools, exchange = parted_lanes(self._maker, executor, trades, plans, undo)
+        parts = zip(plans, map(Parts, self._reload([executor], plans, undo), pools), pages, strict=True)
         members = [self._make(plan, part, own, undo) for plan, part, own in parts]
-        places = {lane: LanePlace(lane, own, 0) for lane, own in enumerate(pools)}
-        self._begin_exchange(members[0], LaneExchange(trades, places, left), undo)
+        self._begin_exchange(members[0], exchange, undo)
         return members
-
-    def _equally_long(
-        self, lanes: Mapping[Lane, Pool], executors: Sequence[BlockExecutor], undo: ExitStack
-    ) -> dict[Lane, Pool]:
-        """Return lanes of which all have as many segments as the longest, with new ones if need be."""
-        pools = [executor.pools for executor in executors for _ in range(executor.pools.lanes.count)]
-        sizes, count = executors[0].pools.sizes, max(map(len, lanes.values()))
-        longer: dict[Lane, Pool] = {}
-        for (layer, lane), pool in lanes.items():
-            make = pools[lane].programs[layer_index(layer)].make
-            more = tuple(chain.from_iterable(make(size) for size in sizes[len(pool) : count]))
-            undo.callback(free, [more])
-            longer[layer, lane] = pool + more
-        return longer
-
-    def _fresh(
-        self,
-        old: Mapping[Lane, Pool],
-        trades: Sequence[Trade],
-        plans: Sequence[InstancePlan],
-        undo: ExitStack,
-    ) -> dict[Lane, Pool]:
-        """Return new arrays for the lanes that get none in return."""
-        fresh: dict[Lane, Pool] = {}
-        for trade in trades:
-            if trade.back is None:
-                lane = trade.move.layer, trade.move.lane
-                plan = plans[0] if len(plans) == 1 else plans[trade.move.lane]
-                programs = self._maker.side(plan).programs[layer_index(trade.move.layer)]
-                fresh[lane] = tuple(chain.from_iterable(programs.make(size) for size in pages_of(old[lane])))
-                undo.callback(free, [fresh[lane]])
-        return fresh
-
-    def _hand_over(self, executors: Sequence[BlockExecutor], undo: ExitStack) -> None:
-        """Let the pools of instances that end belong to others."""
-        for executor in executors:
-            arrays = executor.pools[:]
-            executor.pools.give_up()
-            undo.callback(executor.pools.__setitem__, slice(None), arrays)
 
     def _begin_exchange(self, steps: StepLoop, exchange: LaneExchange, undo: ExitStack) -> None:
         self._exchanges[steps] = exchange
@@ -442,16 +382,6 @@ def _end(steps: StepLoop) -> None:
     steps.core.metrics.end()
     steps.core.close()
     _executor(steps).end()
-
-
-def _lanes_of(pools: Sequence[Pools]) -> dict[Lane, Pool]:
-    """Return the arrays of each lane of instances, numbered one instance after another."""
-    lanes = ((own, lane) for own in pools for lane in range(own.lanes.count))
-    return {
-        (layer_name(layer), number): own.lane(layer, lane)
-        for number, (own, lane) in enumerate(lanes)
-        for layer in range(len(own))
-    }
 
 
 def _side(executor: BlockExecutor) -> Side:
