@@ -28,7 +28,7 @@ from jaxserve.scheduler.chunk_cost import ChunkCost
 HELD_OUT = 5  # every fifth case
 LEAST = 3  # steps of a case; the time of one that was seen less often may be another program's
 FLOOR = 3  # first token that prompts may have
-Case = tuple[str, int, int]  # kind of the step, pairs of tokens that attention multiplies, tokens
+Case = tuple[str, int, int]  # kind of the step, pairs of tokens that attention multiplies, tokens of tiles and decodes
 Cost = Callable[[float, float], float]
 
 
@@ -91,14 +91,13 @@ class Load:
         return [self._random.randrange(FLOOR, self._engine.info.vocab_size) for _ in range(count)]
 
 
-def cases_of(steps: Sequence[Step]) -> dict[Case, float]:
+def cases_of(steps: Sequence[Step], tile: int) -> dict[Case, float]:
     """Return the least seconds of each case, counted from the end of the step before or from the begin."""
     seconds: dict[Case, list[float]] = defaultdict(list)
     for before, step in zip((None, *steps), steps, strict=False):
         start = step.begun if before is None else max(before.ended, step.begun)
-        seconds[kind(step), step.prefill + step.context + step.sequences, step.prompt_tokens + step.sequences].append(
-            step.ended - start
-        )
+        attended = step.prefill + step.context + step.sequences
+        seconds[kind(step), attended, step.tiles * tile + step.sequences].append(step.ended - start)
     return {case: min(times) for case, times in seconds.items() if len(times) >= LEAST}
 
 
@@ -169,7 +168,8 @@ def main() -> None:
         skip_tokenizer_init=True,
     )
     log = options.log or record(config, options.budget, options.repeats)
-    cases = cases_of(read_log(log).steps)
+    recorded = read_log(log)
+    cases = cases_of(recorded.steps, recorded.facts["buckets"]["tile"])
     if not options.decodes:
         cases = {case: seconds for case, seconds in cases.items() if case[0] != "decodes alone"}
     here = describe_environment()

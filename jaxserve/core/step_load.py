@@ -26,12 +26,15 @@ class Loads:
 
     def of(self, work: Work) -> StepLoad:
         """Return the load of a step. Call it before the next step is scheduled, which changes the sequences."""
-        decodes, tile = len(work.decodes), self._buckets.tile
-        context = prefill = tiles = 0
+        decodes, tiles = len(work.decodes), self.tiles(work)
+        context = prefill = 0
         for sequence in work.decodes:
             context += sequence.num_computed
         for chunk in work.chunks:
-            tiles += ceil_div(chunk.length, tile)
             prefill += chunk.length * (chunk.start + chunk.length + 1)
         shape = self._buckets.shape(decodes, tiles, 0)
         return StepLoad(shape.tokens, shape.rows, decodes, context, prefill)
+
+    def tiles(self, work: Work) -> int:
+        """Return the tiles of a step's chunks, without those that the step is padded with."""
+        return sum(ceil_div(chunk.length, self._buckets.tile) for chunk in work.chunks)

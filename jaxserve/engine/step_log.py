@@ -69,6 +69,7 @@ class Step(NamedTuple):
     chunks: int
     prompt_tokens: int  # tokens of the chunks without padding
     version: int  # version of the plan
+    tiles: int = 0  # of the chunks, without those that the step is padded with
 
     @property
     def load(self) -> StepLoad:
@@ -232,7 +233,7 @@ class InstanceLog:
         self._log, self._core, self._loads = log, core, Loads(buckets)
         self._next = 0  # number of the next step to be scheduled
         self._version = -1
-        self._open: deque[tuple[Any, ...]] = deque()  # (begun, dispatched, load, version) of dispatched steps
+        self._open: deque[tuple[Any, ...]] = deque()  # (begun, dispatched, load, version, tiles) of dispatched steps
         self._known: set[str] = set()  # ids of the requests in flight that have arrived here, or been moved here
         log.write(InstanceRecord(core.index, core.name))
 
@@ -267,12 +268,12 @@ class InstanceLog:
             if sequence.request.id not in self._known:
                 self._known.add(sequence.request.id)
                 self._log.write(MovedRecord(sequence.request.id, self._core.index, work.step))
-        self._open.append((begun, now, load, self._version))
+        self._open.append((begun, now, load, self._version, self._loads.tiles(work)))
         self._next = work.step + 1
 
     def ended(self, work: Work, now: float, outputs: Sequence[RequestOutput]) -> None:
         """Log the end of the oldest dispatched step, and the requests that it finished."""
-        begun, dispatched, load, version = self._open.popleft()
+        begun, dispatched, load, version, tiles = self._open.popleft()
         self._log.write(
             Step(
                 self._core.index,
@@ -288,6 +289,7 @@ class InstanceLog:
                 len(work.chunks),
                 work.num_tokens - load.sequences,
                 version,
+                tiles,
             )
         )
         for output in outputs:

@@ -5,13 +5,13 @@
 
 A chunk has c tokens after a prefix of p tokens; a decode is a chunk of one token. a is the time of each pair that
 attention multiplies, b of each token that goes through the layers, and g of the step itself, which all of its chunks
-share.
+share. Chunks are computed in whole tiles, so that the last tile of a prompt costs as much as the others.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import sqrt
+from math import ceil, sqrt
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ class ChunkCost:
     a: float
     b: float
     g: float
+    tile: int = 1  # tokens
 
     def seconds(self, prefix: float, length: float) -> float:
         """Return the time (s) of a chunk of `length` tokens after `prefix` tokens."""
@@ -37,14 +38,15 @@ class ChunkCost:
 
     def added(self, prefix: float, length: float) -> float:
         """Return the time (s) by which a chunk makes a microbatch longer that has other chunks."""
-        return float(self.a * pairs(prefix, length) + self.b * length)
+        tokens = length if length <= 1 else ceil(length / self.tile) * self.tile
+        return float(self.a * pairs(prefix, length) + self.b * tokens)
 
     def microbatch(self, chunks: Iterable[tuple[float, float]]) -> float:
         """Return the time (s) of a microbatch of chunks, each of which is (prefix, length)."""
         return sum(self.added(prefix, length) for prefix, length in chunks) + self.g
 
     def length(self, prefix: float, seconds: float) -> float:
-        """Return the length (tokens) of the chunk after `prefix` tokens that adds this time: the reverse of `added`."""
+        """Return the length (tokens) of the chunk after `prefix` tokens that adds this time, without whole tiles."""
         each = self.a * (prefix + 1) + self.b
         if self.a == 0:
             return seconds / each
@@ -74,7 +76,8 @@ class ChunkCost:
         """Fit a, b and g to measured steps by least squares of the relative errors, none below 0.
 
         With relative errors, short steps count as much as long ones. `attended`: the pairs that the attention of each
-        step multiplies. Raise `ConfigError` if the measurements do not determine the three coefficients.
+        step multiplies. `tokens`: those of all tiles, and of decodes. Raise `ConfigError` if the measurements do not
+        determine the three coefficients.
         """
         q, c, t = (np.array(values, float) for values in (attended, tokens, seconds))
         _check_lengths(q, c, t)

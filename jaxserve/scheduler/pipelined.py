@@ -9,6 +9,7 @@ for another one's sampler. Chunks of one prompt may be in flight together, becau
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.request import Sequence, SequenceStatus
@@ -40,7 +41,7 @@ class PipelinedScheduler(Scheduler):
         """
         super().__init__(limits, pages, table)
         self.microbatches = microbatches
-        self.cost = self._default_cost = cost
+        self.cost = self._default_cost = replace(cost, tile=limits.tile)
         self._measured, self._by_tokens = measured, by_tokens
         self._in_flight: deque[float] = deque()  # the costs of the steps in flight
 
@@ -63,7 +64,7 @@ class PipelinedScheduler(Scheduler):
         self.cost = self._default_cost
         if seconds is not None:
             found = ChunkCost.of_steps(seconds, self.limits.max_tiles * self.limits.tile)
-            self.cost = found if found.b > 0 else self._default_cost
+            self.cost = replace(found, tile=self.limits.tile) if found.b > 0 else self._default_cost
 
     def steady_steps(self) -> int:
         return 0

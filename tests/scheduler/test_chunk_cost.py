@@ -78,3 +78,8 @@ def test_the_best_without_negative_numbers_is_found_among_all():
                for y in np.linspace(0, 2, 81)]  # fmt: skip
     assert best.min() >= 0
     assert np.sum((columns @ best - [1, 0.5, 1.5]) ** 2) <= min(squares) + 1e-12
+
+
+def test_a_prompt_takes_whole_tiles_and_a_decode_one_token():
+    cost = ChunkCost(a=0.0, b=2.0, g=1.0, tile=8)
+    assert [cost.added(5, length) for length in (1, 2, 8, 9, 16)] == [2.0, 16.0, 16.0, 32.0, 32.0]
