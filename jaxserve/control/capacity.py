@@ -42,6 +42,7 @@ class Capacity:
     """Estimates of the speed of one instance under one plan.
 
     Without costs all steps take equally long, so that more sequences at once are all that makes an instance faster.
+    The stages of a pipeline each compute a step of another part of the sequences, at the same time.
     """
 
     plan: InstancePlan
@@ -72,22 +73,25 @@ class Capacity:
         prompts of so many sequences, fewer run, on average less than one if a prompt takes several steps.
         """
         ratio = workload.prompt / workload.answer  # prompt tokens for each generated token
-        largest = self.shapes.max_tiles * self.shapes.tile
-        sequences = max(1, min(sequences, int(largest / ratio) or 1))
-        chunk = min(largest, max(ceil(workload.prompt), ceil(ratio * sequences)))
-        share = min(1.0, ratio * sequences / chunk)
+        largest, stages = self.shapes.max_tiles * self.shapes.tile, len(self.plan.stages)
+        sequences = max(1, min(sequences, int(stages * largest / ratio) or 1))
+        part = ceil_div(sequences, stages)  # of one step
+        chunk = min(largest, max(ceil(workload.prompt), ceil(ratio * part)))
+        share = min(1.0, ratio * part / chunk)
         step = (1 - share) * self.decode_seconds(workload, sequences) + share * self.prefill_seconds(
             workload, sequences, chunk
         )
-        return min(sequences, largest / ratio) / step
+        return min(sequences, stages * largest / ratio) / step
 
     def decode_seconds(self, workload: Workload, sequences: int) -> float:
-        """Return the time (s) of a step that decodes a number of sequences."""
+        """Return the time (s) of a step that decodes its part of a number of sequences, in all stages."""
+        sequences = ceil_div(sequences, len(self.plan.stages))
         shape = self.shapes.shape(min(sequences, self.shapes.max_num_seqs), 0, 0)
         return self._seconds(StepLoad(shape.tokens, shape.rows, sequences, int(sequences * workload.context), 0))
 
     def prefill_seconds(self, workload: Workload, sequences: int, chunk: int) -> float:
-        """Return the time (s) of a step that decodes sequences and computes `chunk` tokens of prompts."""
+        """Return the time (s) of a step that also computes `chunk` tokens of prompts, as `decode_seconds`."""
+        sequences = ceil_div(sequences, len(self.plan.stages))
         tiles = min(self.shapes.max_tiles, ceil_div(chunk, self.shapes.tile))
         shape = self.shapes.shape(min(sequences, self.shapes.max_num_seqs), tiles, 0)
         length = min(workload.prompt, chunk)
@@ -108,7 +112,9 @@ class Capacity:
         largest = self.shapes.max_tiles * self.shapes.tile
         prompts = at_once * workload.prompt
         chunk = max(1, min(largest, ceil(prompts)))
-        seconds = prompts / chunk * self.prefill_seconds(workload, max(1, running), chunk) if at_once else 0.0
+        step = self.prefill_seconds(workload, max(1, running), chunk) if at_once else 0.0
+        steps = prompts / chunk
+        seconds = step * max(min(1.0, steps), steps / len(self.plan.stages))  # the last prompt goes through all stages
         return seconds + blocked * workload.answer / self.tokens_per_s(workload, room)
 
     def _seconds(self, load: StepLoad) -> float:

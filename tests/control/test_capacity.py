@@ -1,11 +1,13 @@
 """Estimates of what a plan can serve: which way they go with speed, room and prompts."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
 
 from jaxserve.control.capacity import DEFAULT_ANSWER, Capacity, Workload
+from jaxserve.core.step_load import StepLoad
 from jaxserve.telemetry import Snapshot
 from tests.support.control import FakeCosts, Fluid, costs_of, home_plan, machine
 
@@ -71,6 +73,24 @@ def test_more_room_starts_no_sequence_later(workload: Workload, running: int, wa
     for index, size in enumerate((room, room + 1)):
         seconds[index] = model.seconds_to_start(workload, running, waiting, size)
     assert seconds[1] <= seconds[0] + 0.05 * max(1.0, math.ceil(workload.prompt / 2048)) * 1.01
+
+
+def test_stages_of_a_pipeline_compute_different_steps_at_once() -> None:
+    class TokenCost:
+        """Every token takes a millisecond, in all stages together."""
+
+        def seconds(self, load: StepLoad) -> float:
+            return load.tokens / 1000
+
+    stage = HOME.stages[0]
+    halves = [replace(stage, blocks=stage.blocks[:16]), replace(stage, blocks=stage.blocks[16:], devices=(1,))]
+    one, two = (
+        Capacity(plan.with_kv_pages(4001), machine().shapes, 16, TokenCost())
+        for plan in (HOME, replace(HOME, stages=tuple(halves)))
+    )
+    for workload in (Workload(1, 1000, 100), Workload(20480, 1, 20480)):
+        assert two.tokens_per_s(workload, 32) == pytest.approx(2 * one.tokens_per_s(workload, 32), rel=0.02)
+        assert two.seconds_to_start(workload, 8, 16, 24) < 0.6 * one.seconds_to_start(workload, 8, 16, 24)
 
 
 def test_nothing_waiting_starts_at_once() -> None:
