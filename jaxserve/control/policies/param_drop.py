@@ -80,15 +80,22 @@ class ParamDropPolicy(KeepsPlans):
         waiting = [each for each in seen if each.num_waiting > each.num_deferred]
         if not waiting or max(each.oldest_wait for each in waiting) < self.settings.drop_wait:
             return 0
-        if max(each.kv_usage for each in waiting) < self.settings.drop_usage:
+        if max(map(self._usage_with_next, waiting)) < self.settings.drop_usage:
             return 0
         return sum(map(self._lacking, waiting))
 
+    def _usage_with_next(self, seen: Snapshot) -> float:
+        """Return the share of an instance's KV pages that would be in use with one more of its waiting sequences."""
+        following = seen.waiting_tokens / seen.num_waiting / self._resources.page_size
+        return (seen.kv_pages_used + following) / max(1, seen.kv_pages_total)
+
     def _lacking(self, seen: Snapshot) -> int:
         """Return the KV pages that the waiting sequences of an instance lack beside those that are free there."""
-        # Each of them also begins a page for its answer.
-        demand = ceil_div(seen.waiting_tokens, self._resources.page_size) + seen.num_waiting
-        return max(0, demand - (seen.kv_pages_total - seen.kv_pages_used)) if seen.num_waiting else 0
+        return max(0, self._demand(seen) - (seen.kv_pages_total - seen.kv_pages_used)) if seen.num_waiting else 0
+
+    def _demand(self, seen: Snapshot) -> int:
+        """Return the KV pages that the waiting sequences of an instance need. Each also begins one for its answer."""
+        return ceil_div(seen.waiting_tokens, self._resources.page_size) + seen.num_waiting
 
     def _drop(self, view: ServiceView, plan: Plan, state: DropState, required: int) -> PlanProposal[DropState]:
         words = f"waiting sequences lack {required} KV pages"
@@ -161,12 +168,17 @@ class ParamDropPolicy(KeepsPlans):
         roomy: dict[str, float] = {}
         for instance in plan.instances:
             seen = _seen(view, instance)
-            rising = seen.recent is not None and (seen.recent.kv_trend or 0.0) > 0
             own = instance.lanes * (state.start.instances[0].kv_pages - 1)
-            quiet = instance.lanes > 1 and not seen.num_waiting and not rising
-            if quiet and seen.kv_pages_used <= self.settings.release_usage * own:
+            if instance.lanes > 1 and self._soon_used(seen) <= self.settings.release_usage * own:
                 roomy[instance.name] = state.roomy_since.get(instance.name, view.time)
         return replace(state, roomy_since=roomy)
+
+    def _soon_used(self, seen: Snapshot) -> float:
+        """Return the KV pages in use on average, with those for what waits and what comes if usage goes on rising."""
+        if seen.recent is None:
+            return seen.kv_pages_used + self._demand(seen)
+        rise = max(0.0, seen.recent.kv_trend or 0.0) * self.settings.hold
+        return (seen.recent.kv_usage + rise) * seen.kv_pages_total + self._demand(seen)
 
     def _restore(self, view: ServiceView, plan: Plan, state: DropState, whole: InstancePlan) -> PlanProposal[DropState]:
         start = state.start.instances[0]
