@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.sim.amoeba import served
-from bench.sim.burst_traces import WINDOW, compute_share, scaled
+from bench.sim.burst_traces import compute_share, scaled
 from bench.sim.migration import with_migration
 from bench.sim.swapping import connect, swapping
 from jaxserve.bench.traces.trace import Trace
@@ -45,7 +45,7 @@ class System:
     swaps: bool = False  # to the host
     migrates: bool = False
     at_once: bool = False  # groups exchange all pages in one chunk, whatever memory that takes
-    memory: str = ""  # "plenty": of devices whose memory never runs out
+    plenty: bool = False  # of memory, which never runs out
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Setting:
     requests: Sequence[SimRequest]
     memory_gb: float
     hosts: int = DEVICES  # with one device each, or 1 with all of them
-    longest: int = 20_000  # tokens of a sequence
+    longest: int | None = 20_000  # tokens of a sequence; None: as many as there is memory for
     overloads: Sequence[tuple[float, float]] = ()  # s, in which the demand for KV exceeds the memory for it
     facts: Mapping[str, float] = field(default_factory=dict)  # of the calibration
 
 
-def cluster_of(memory_gb: float, options: Mapping[str, Any] = {}, *, hosts: int = DEVICES, longest: int = 20_000) -> Cluster:
+def cluster_of(memory_gb: float, options: Mapping[str, Any] = {}, *, hosts: int = DEVICES, longest: int | None = 20_000) -> Cluster:
     """Return eight devices with `memory_gb` each."""
     given = {"dp": DEVICES, "memory_gb": memory_gb, "prefix_caching": False, "max_num_batched_tokens": BATCHED}
     given |= {"max_model_len": longest, "max_queued_requests": 10**6, "max_queued_tokens": 10**10}
@@ -74,19 +74,21 @@ def cluster_of(memory_gb: float, options: Mapping[str, Any] = {}, *, hosts: int 
 # -- calibration
 
 
-def calibrated(trace: Trace, *, rng: np.random.Generator, hosts: int = DEVICES, memory_gb: float | None = None, longest: int = 20_000, busiest: float = BUSIEST) -> Setting:
+def calibrated(trace: Trace, *, rng: np.random.Generator, hosts: int = DEVICES, memory_gb: float | None = None, longest: int | None = 20_000, further: Callable[[Trace], Trace] = lambda trace: trace) -> Setting:
     """Return a setting in which memory runs out in overloads, and computing does not.
 
-    The rate is the largest for which the requests of the busiest 10 s need no more than the share `busiest` of the
+    The rate is the largest for which the requests of the busiest 10 s need no more than the share `BUSIEST` of the
     devices' time. The memory has room for `PROVISION` times the KV pages that requests hold or wait for on average,
-    where memory never runs out. With `memory_gb` that is given, and the rate follows from it instead.
+    where memory never runs out. With `memory_gb` that is given, and the rate follows from it instead. `further` adds
+    requests to the trace of that rate.
     """
     unlimited = cluster_of(PLENTY_GB, hosts=hosts, longest=longest)
     cost = unlimited.true_costs.of(unlimited.memory.plan.instances[0])
     if memory_gb is None:
-        trace = scaled(trace, busiest / compute_share(trace, cost, BATCHED, DEVICES).max(), rng)
+        trace = further(scaled(trace, BUSIEST / compute_share(trace, cost, BATCHED, DEVICES).max(), rng))
         demand = kv_demand(unlimited, trace)
-        memory_gb = memory_for(PROVISION * float(demand.mean()) / DEVICES, hosts, longest)
+        tokens = max(PROVISION * float(demand.mean()) / DEVICES, (longest or 0) + 1000)
+        memory_gb = memory_for(tokens, hosts, longest)
     else:
         trace, demand = _filling(trace, unlimited, PROVISION, kv_tokens(cluster_of(memory_gb, hosts=hosts, longest=longest)), rng)
     tokens = kv_tokens(cluster_of(memory_gb, hosts=hosts, longest=longest)) * DEVICES
@@ -129,7 +131,7 @@ def kv_tokens(cluster: Cluster) -> int:
     return (cluster.memory.plan.instances[0].kv_pages - 1) * cluster.config.page_size
 
 
-def memory_for(tokens: float, hosts: int = DEVICES, longest: int = 20_000) -> float:
+def memory_for(tokens: float, hosts: int = DEVICES, longest: int | None = 20_000) -> float:
     """Return the memory of a device (GB) with room for KV pages of so many tokens, beside all layers."""
     low, high = 60.0, 100.0
     few, many = (kv_tokens(cluster_of(each, hosts=hosts, longest=longest)) for each in (low, high))
@@ -168,6 +170,7 @@ class Outcome:
     """What a system made of a trace. Times are those of answered requests."""
 
     arrival: Floats
+    prompts: NDArray[np.int64]  # tokens
     ttft: Floats
     tpot: Floats
     last: Floats
@@ -179,7 +182,7 @@ class Outcome:
     exchanges: Sequence[tuple[float, float]]  # from when to when (s)
     restored: bool  # at the end
 
-    def within(self, ttft: float, tpot: float) -> float:
+    def within(self, ttft: float | Floats, tpot: float) -> float:
         """Return the share of all requests whose times are no longer."""
         return float(np.sum((self.ttft <= ttft) & (self.tpot <= tpot)) / (len(self.ttft) + self.refused))
 
@@ -224,7 +227,7 @@ class Outcome:
 
 def outcome(system: System, setting: Setting) -> Outcome:
     """Simulate a system."""
-    memory = PLENTY_GB if system.memory == "plenty" else setting.memory_gb
+    memory = PLENTY_GB if system.plenty else setting.memory_gb
     cluster = cluster_of(memory, system.options, hosts=setting.hosts, longest=setting.longest)
     page, links = cluster.resources.page_bytes(cluster.memory.plan.instances[0].stages[0]), cluster.hardware.links
     with ExitStack() as stack:
@@ -272,6 +275,7 @@ def _outcome(built: BuiltSimulation, answers: Sequence[Answered], steps: Sequenc
         exchanges[chunk.instances] = min(begin, chunk.time), max(end, chunk.end)
     return Outcome(
         arrival,
+        np.array([answer.request.input_tokens for answer in done]),
         first - arrival,
         (last - first) / np.maximum(lengths - 1, 1),
         last,
@@ -283,12 +287,3 @@ def _outcome(built: BuiltSimulation, answers: Sequence[Answered], steps: Sequenc
         list(exchanges.values()),
         control is None or control.settled_since is not None,
     )
-
-
-def with_progress(systems: Mapping[str, System], setting: Setting, say: Callable[[str], None]) -> dict[str, Outcome]:
-    """Return the outcomes of systems, and say which one is simulated."""
-    found = {}
-    for name, system in systems.items():
-        say(name)
-        found[name] = outcome(system, setting)
-    return found

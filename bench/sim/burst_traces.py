@@ -1,8 +1,8 @@
 """Traces with bursts, scaled so that memory runs out in them and computing does not."""
 
 import math
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from jaxserve.bench.traces.formats import load_trace
 from jaxserve.bench.traces.scaling import clip_lengths, replicate, thin
 from jaxserve.bench.traces.trace import Trace
-from jaxserve.core.step_load import StepLoad
 from jaxserve.sim.cost_model import InstanceRoofline
 
+Floats = NDArray[np.float64]
 LENGTHS = {"longbench": (5900, 499), "sharegpt": (1660, 373), "burstgpt": (642, 262)}  # mean tokens, of KunServe
 LONGEST = 16_000, 2_000  # tokens of a prompt and of an answer
 OVERLOADS = ((0.2, 0.27), (0.62, 0.69))  # shares of a generated trace
@@ -49,10 +49,14 @@ def _lengths(rng: np.random.Generator, mean: float, sigma: float, count: int, lo
     return np.clip(drawn, 8, longest).astype(np.int64)
 
 
-def with_giants(trace: Trace, tokens: int, every: float, rng: np.random.Generator) -> Trace:
-    """Return a trace with a further request every few seconds, whose prompt alone has `tokens` tokens."""
-    times = np.arange(every / 2, trace.duration_s, every) + rng.uniform(0, every / 4)
-    count = len(times)
+def with_giants(trace: Trace, tokens: int, every: float) -> Trace:
+    """Return a trace with a further request every few seconds outside of the overloads of a generated trace.
+
+    Its prompt has `tokens` tokens.
+    """
+    shares = np.arange(every / 2, trace.duration_s, every) / trace.duration_s
+    calm = [share for share in shares if not any(first - 0.02 <= share < last + 0.1 for first, last in OVERLOADS)]
+    times, count = np.array(calm) * trace.duration_s, len(calm)
     columns = {
         "arrival_s": np.concatenate([trace.arrival_s, times]),
         "input_tokens": np.concatenate([trace.input_tokens, np.full(count, tokens)]),
@@ -61,23 +65,22 @@ def with_giants(trace: Trace, tokens: int, every: float, rng: np.random.Generato
     return trace.changed("giants", {"tokens": tokens, "count": count}, **columns)
 
 
-def compute_share(trace: Trace, cost: InstanceRoofline, budget: int, devices: int) -> NDArray[np.float64]:
-    """Return the share of the devices' time that requests which arrive together take to compute, by windows.
-
-    Prompts are computed in chunks of `budget` tokens. A token of an answer counts as one of a prompt, and reads its
-    context; that batches also read all weights is left out, because one read serves many tokens.
-    """
-    token = cost.fixed(budget, 1, 1) / budget
-    n, m = trace.input_tokens.astype(float), trace.output_tokens.astype(float)
-    pairs = n * (n + budget) / 2 + n  # of KunServe's p c + c^2 + c over chunks
-    seconds = token * (n + m) + cost.per_prefill * pairs + cost.per_context * m * (n + m / 2)
+def compute_share(trace: Trace, cost: InstanceRoofline, budget: int, devices: int) -> Floats:
+    """Return the share of the devices' time that requests which arrive together take to compute, by windows."""
+    seconds = seconds_to_compute(trace.input_tokens, trace.output_tokens, cost, budget)
     bins = (trace.arrival_s / WINDOW).astype(int)
     return np.bincount(bins, weights=seconds) / (WINDOW * devices)
 
 
-def step_of_one(cost: InstanceRoofline) -> float:
-    """Return the time (s) of a step that decodes one short sequence."""
-    return cost.seconds(StepLoad(1, 1, 1, 0, 0))
+def seconds_to_compute(inputs: NDArray[Any], outputs: NDArray[Any], cost: InstanceRoofline, budget: int) -> Floats:
+    """Return the time of a device (s) that each request takes, whose prompt is computed in chunks of `budget` tokens.
+
+    A token of an answer counts as one of a prompt, and reads its context. That batches also read all weights is left
+    out, because one read serves many tokens.
+    """
+    token, n, m = cost.fixed(budget, 1, 1) / budget, inputs.astype(float), outputs.astype(float)
+    pairs = n * (n + budget) / 2 + n  # of KunServe's p c + c^2 + c over chunks
+    return token * (n + m) + cost.per_prefill * pairs + cost.per_context * m * (n + m / 2)
 
 
 def scaled(trace: Trace, factor: float, rng: np.random.Generator) -> Trace:

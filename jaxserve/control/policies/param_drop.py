@@ -26,7 +26,7 @@ class DropSettings:
 
     drop_usage: float = 0.9  # share of all KV pages in use from which sequences that wait are said to lack pages
     drop_wait: float = 0.1  # s that a sequence has waited
-    release_usage: float = 0.5  # largest share of the members' own KV pages in use when layers are restored
+    release_usage: float = 0.7  # largest share of the members' own KV pages in use when layers are restored
     hold: float = 5.0  # s for which that must have been so
 
     def __post_init__(self) -> None:
