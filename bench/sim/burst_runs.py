@@ -138,7 +138,7 @@ def memory_for(tokens: float, hosts: int = DEVICES, longest: int | None = 20_000
     return round(low + (tokens - few) * (high - low) / (many - few), 1)
 
 
-def overloads(demand: Floats, tokens: int, gap: float = 10.0) -> list[tuple[float, float]]:
+def overloads(demand: Floats, tokens: int, gap: float = 60.0) -> list[tuple[float, float]]:
     """Return from when to when (s) the demand exceeds the memory, with intervals less than `gap` apart as one."""
     found: list[tuple[float, float]] = []
     for second in np.flatnonzero(demand > tokens).tolist():

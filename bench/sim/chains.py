@@ -17,7 +17,7 @@ from bench.sim.burst_traces import seconds_to_compute, with_giants
 from bench.sim.drops import facts, setting_of, simulated, trace_of
 from bench.sim.runs import table
 
-GIANT = 40_000  # tokens of a prompt
+GIANT = 60_000  # tokens of a prompt
 TP, PP, MORPH = {"max_tp": 4}, {"max_pp": DEVICES}, {}
 SYSTEMS = {
     "static": System(),

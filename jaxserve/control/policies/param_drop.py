@@ -24,9 +24,9 @@ from jaxserve.telemetry import Snapshot
 class DropSettings:
     """Settings of the policy, in seconds and in shares from 0 to 1. Raise `ConfigError` if one is not allowed."""
 
-    drop_usage: float = 0.9  # share of all KV pages in use from which sequences that wait are said to lack pages
+    drop_usage: float = 0.9  # share of an instance's KV pages in use, with those for one more of its waiting sequences
     drop_wait: float = 0.1  # s that a sequence has waited
-    release_usage: float = 0.7  # largest share of the members' own KV pages in use when layers are restored
+    release_usage: float = 0.7  # largest share of the members' own KV pages in use, or soon, when layers are restored
     hold: float = 5.0  # s for which that must have been so
 
     def __post_init__(self) -> None:
@@ -184,10 +184,11 @@ class ParamDropPolicy(KeepsPlans):
         start = state.start.instances[0]
         names = new_names(plan, whole.lanes, view.used_names)
         members = restored_plans(whole, names, start, start.kv_pages)
-        used = _seen(view, whole).kv_pages_used / (whole.lanes * (start.kv_pages - 1))
+        used = self._soon_used(_seen(view, whole)) / (whole.lanes * (start.kv_pages - 1))
         if not all(map(view.is_warm, members)):
             return PlanProposal(plan, state, f"group {whole.name}: programs of its members are still being compiled")
-        reason = f"group {whole.name} has used at most {used:.0%} of its members' own KV for {self.settings.hold:.0f} s"
+        limit, hold = self.settings.release_usage, self.settings.hold
+        reason = f"group {whole.name} uses {used:.0%} of its members' own KV, at most {limit:.0%} for {hold:.0f} s"
         return PlanProposal(with_instances(plan, (whole,), members), state, reason)
 
 
