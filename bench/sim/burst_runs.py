@@ -22,7 +22,6 @@ from jaxserve.control.exchange import PageExchange
 from jaxserve.core.config import EngineConfig
 from jaxserve.sim.build import BuiltSimulation, build_simulation
 from jaxserve.sim.cluster import Cluster, resolve_cluster
-from jaxserve.sim.cost_model import InstanceRoofline
 from jaxserve.sim.hardware import load_hardware
 from jaxserve.sim.pipeline import Interval, Pipeline, StageTime
 from jaxserve.sim.shape import ModelShape
@@ -60,21 +59,32 @@ class Setting:
     facts: Mapping[str, float] = field(default_factory=dict)  # of the calibration
 
 
-def cluster_of(memory_gb: float, options: Mapping[str, Any] = {}, *, hosts: int = DEVICES, longest: int | None = 20_000) -> Cluster:
+def cluster_of(
+    memory_gb: float, options: Mapping[str, Any] | None = None, *, hosts: int = DEVICES, longest: int | None = 20_000
+) -> Cluster:
     """Return eight devices with `memory_gb` each."""
+    options = dict(options or {})
     given = {"dp": DEVICES, "memory_gb": memory_gb, "prefix_caching": False, "max_num_batched_tokens": BATCHED}
     given |= {"max_model_len": longest, "max_queued_requests": 10**6, "max_queued_tokens": 10**10}
     if "morph" in options.get("policy", ""):
         given["slo_ttft"] = SLO_TTFT
     hardware = load_hardware("a800")
     hardware = replace(hardware, devices_per_host=DEVICES // hosts, memory=max(hardware.memory, int(memory_gb * 1e9)))
-    return resolve_cluster(EngineConfig(**given | dict(options)), ModelShape.load("qwen2.5-14b"), hardware)
+    return resolve_cluster(EngineConfig(**given | options), ModelShape.load("qwen2.5-14b"), hardware)
 
 
 # -- calibration
 
 
-def calibrated(trace: Trace, *, rng: np.random.Generator, hosts: int = DEVICES, memory_gb: float | None = None, longest: int | None = 20_000, further: Callable[[Trace], Trace] = lambda trace: trace) -> Setting:
+def calibrated(
+    trace: Trace,
+    *,
+    rng: np.random.Generator,
+    hosts: int = DEVICES,
+    memory_gb: float | None = None,
+    longest: int | None = 20_000,
+    further: Callable[[Trace], Trace] = lambda trace: trace,
+) -> Setting:
     """Return a setting in which memory runs out in overloads, and computing does not.
 
     The rate is the largest for which the requests of the busiest 10 s need no more than the share `BUSIEST` of the
@@ -90,7 +100,9 @@ def calibrated(trace: Trace, *, rng: np.random.Generator, hosts: int = DEVICES, 
         tokens = max(PROVISION * float(demand.mean()) / DEVICES, (longest or 0) + 1000)
         memory_gb = memory_for(tokens, hosts, longest)
     else:
-        trace, demand = _filling(trace, unlimited, PROVISION, kv_tokens(cluster_of(memory_gb, hosts=hosts, longest=longest)), rng)
+        trace, demand = _filling(
+            trace, unlimited, PROVISION, kv_tokens(cluster_of(memory_gb, hosts=hosts, longest=longest)), rng
+        )
     tokens = kv_tokens(cluster_of(memory_gb, hosts=hosts, longest=longest)) * DEVICES
     share = compute_share(trace, cost, BATCHED, DEVICES)
     facts = {
@@ -104,7 +116,9 @@ def calibrated(trace: Trace, *, rng: np.random.Generator, hosts: int = DEVICES, 
     return Setting(requests_of(trace), memory_gb, hosts, longest, overloads(demand, tokens), facts)
 
 
-def _filling(trace: Trace, unlimited: Cluster, provision: float, tokens: int, rng: np.random.Generator) -> tuple[Trace, Floats]:
+def _filling(
+    trace: Trace, unlimited: Cluster, provision: float, tokens: int, rng: np.random.Generator
+) -> tuple[Trace, Floats]:
     """Return a trace whose average demand is an n-th of the KV memory, and its demand by seconds."""
     factor = 1.0
     for _ in range(4):
@@ -208,15 +222,21 @@ class Outcome:
 
     def grouped(self) -> float:
         """Return the share of the time in which not every device had an instance of its own."""
-        return sum(self.ends(index) - time for index, (time, whole) in enumerate(self.sets) if not whole) / self.last.max()
+        return (
+            sum(self.ends(index) - time for index, (time, whole) in enumerate(self.sets) if not whole) / self.last.max()
+        )
 
     def ends(self, index: int) -> float:
         """Return until when (s) a set of instances was there."""
-        return self.sets[index + 1][0] if index + 1 < len(self.sets) else max(float(self.last.max()), self.sets[index][0])
+        return (
+            self.sets[index + 1][0] if index + 1 < len(self.sets) else max(float(self.last.max()), self.sets[index][0])
+        )
 
     def whole_after(self, time: float) -> float | None:
         """Return how long after a time each device had an instance of its own again, None if that never was so."""
-        times = [max(begin, time) for index, (begin, whole) in enumerate(self.sets) if whole and self.ends(index) > time]
+        times = [
+            max(begin, time) for index, (begin, whole) in enumerate(self.sets) if whole and self.ends(index) > time
+        ]
         return min(times, default=time if not self.sets else None) - time if times or not self.sets else None
 
     def dropped_after(self, time: float) -> float | None:
@@ -242,7 +262,8 @@ def outcome(system: System, setting: Setting) -> Outcome:
         if system.migrates:
             link = cluster.hardware.link(0, DEVICES - 1)
             overheads = cluster.hardware.overheads
-            built = with_migration(built, link, page, Frontend(overheads.request, overheads.prompt_token, overheads.stream))
+            frontend = Frontend(overheads.request, overheads.prompt_token, overheads.stream)
+            built, _ = with_migration(built, link, page, frontend)
         answers = served(built, setting.requests)
     return _outcome(built, answers, steps)
 

@@ -84,6 +84,6 @@ def seconds_to_compute(inputs: NDArray[Any], outputs: NDArray[Any], cost: Instan
 
 
 def scaled(trace: Trace, factor: float, rng: np.random.Generator) -> Trace:
-    """Return a trace with `factor` times the rate and the same pattern: copies of requests, of which some are left out."""
+    """Return a trace with `factor` times the rate and the same pattern, of copies of which some are left out."""
     copies = max(1, math.ceil(factor))
     return thin(replicate(trace, copies, rng), factor / copies, rng)

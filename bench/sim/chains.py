@@ -40,8 +40,9 @@ def settings(trace: Path | None, quick: bool) -> dict[str, Setting]:
         longest=None,
         further=lambda scaled: with_giants(scaled, GIANT, 12.0),
     )
+    first = "arrivals of the trace, short prompts" if trace else "random arrivals, short prompts"
     return {
-        "arrivals of the trace" if trace else "random arrivals, short": setting_of(trace_of(trace, "burstgpt", quick), hosts=1),
+        first: setting_of(trace_of(trace, "burstgpt", quick), hosts=1),
         "random arrivals, long prompts": setting_of(trace_of(None, "longbench", quick), hosts=1),
         "bursts and single requests that no instance can hold": alternating,
     }
@@ -74,8 +75,9 @@ def rows(found: Mapping[str, Outcome]) -> Iterator[Sequence[object]]:
         )  # fmt: skip
 
 
-HEADER = ("policy", "TTFT P50, s", "P99, s", "beside the best part", f"within {SCALE} x, %", "beside the best part, points",
-          "TPOT P50, ms", "P99, ms", "tokens/s", "preemptions", "refused", "restored")  # fmt: skip
+HEADER = ("policy", "TTFT P50, s", "P99, s", "beside the best part", f"within {SCALE} x, %",
+          "beside the best part, points", "TPOT P50, ms", "P99, ms", "tokens/s", "preemptions", "refused",
+          "restored")  # fmt: skip
 
 
 def main() -> None:
@@ -84,10 +86,13 @@ def main() -> None:
     made.add_argument("--trace", type=Path, help="arrivals; default: random ones")
     options = made.parse_args()
     text = "# Policies alone and chained, Qwen2.5-14B on 8 x A800 in one host, simulated\n\n"
-    text += f"Within {SCALE} x: TTFT at most {SCALE} times the larger of static's P50 and the time that the prompt takes alone, "
-    text += f"TPOT at most {SCALE} times static's P50. Refused requests are outside, and wait for ever.\n\n"
+    text += (
+        f"Within {SCALE} x: TTFT at most {SCALE} times the larger of static's P50 and the time that the prompt takes "
+    )
+    text += f"alone, TPOT at most {SCALE} times static's P50. Refused requests are outside, and wait for ever.\n\n"
     for name, setting in settings(options.trace, options.quick).items():
-        text += f"## {name[0].upper()}{name[1:]}\n\n{facts(setting)}\n{table(HEADER, rows(simulated(SYSTEMS, setting)))}\n\n"
+        found = simulated(SYSTEMS, setting)
+        text += f"## {name[0].upper()}{name[1:]}\n\n{facts(setting)}\n{table(HEADER, rows(found))}\n\n"
     report(options, "chains", text)
 
 

@@ -3,8 +3,9 @@
     python -m bench.sim.drops [--trace FILE] [--lengths NAME ...] [--memory-gb GB] [--quick] [--out FOLDER]
 
 Arrivals are those of a published trace with two overloads in 640 s, or random ones of the same form. Lengths are those
-of the trace (`own`), or have the means of KunServe's data sets. Each host has one GPU, and pages go over RDMA. The rate and
-the memory follow from each other (`bench.sim.burst_runs`): by default so that computing suffices for the busiest 10 s.
+of the trace (`own`), or have the means of KunServe's data sets. Each host has one GPU, and pages go over RDMA. By
+default computing suffices for the busiest 10 s, and the memory follows (`bench.sim.burst_runs.calibrated`). With a given
+memory the rate follows, and the table shows whether memory or computing limits.
 """
 
 import sys
@@ -35,9 +36,9 @@ SYSTEMS = BASELINES | {
     "memory that never runs out": System(plenty=True),
 }
 LIMITS = ("recomputation", "memory that never runs out")
-PAPER = """Reported (KunServe, figures 13, 14 and 16): P99 TTFT 12.7 to 72.2 times better than the baselines; drop alone 11.7 times
-better than recomputation, coordinated exchange 1.5 times better than that; bubbles 21.9 % with equal tokens and 8.3 %
-with lookahead, throughput +20 %; P50 TPOT 15.8 to 22.7 % worse; almost no violation beyond 4 times P50.
+PAPER = """Reported (KunServe, figures 13, 14 and 16): P99 TTFT 12.7 to 72.2 times better than the baselines; drop alone
+11.7 times better than recomputation, coordinated exchange 1.5 times better than that; bubbles 21.9 % with equal tokens
+and 8.3 % with lookahead, throughput +20 %; P50 TPOT 15.8 to 22.7 % worse; almost no violation beyond 4 times P50.
 """
 
 
@@ -62,11 +63,11 @@ def facts(setting: Setting) -> str:
     """Return what the calibration has found."""
     of, spans = setting.facts, ", ".join(f"{begin:.0f} to {end:.0f}" for begin, end in setting.overloads)
     return (
-        f"{len(setting.requests)} requests, {of['requests/s']:.2f}/s. {setting.memory_gb:g} GB of each device, with KV for "
-        f"{of['KV tokens'] / DEVICES:.0f} tokens: {of['KV over the average demand']:.2f} times the average demand, which is "
-        f"{1 / of['KV over the average demand']:.0%} of it. The largest demand is {of['largest demand over KV']:.2f} times "
-        f"the KV. Requests take {of['mean compute']:.0%} of the devices' time to compute, those of the busiest 10 s "
-        f"{of['busiest 10 s compute']:.0%}. The demand exceeds the KV at {spans or 'no time'} s.\n"
+        f"{len(setting.requests)} requests, {of['requests/s']:.2f}/s. {setting.memory_gb:g} GB of each device, with KV "
+        f"for {of['KV tokens'] / DEVICES:.0f} tokens: {of['KV over the average demand']:.2f} times the average demand. "
+        f"The largest demand is {of['largest demand over KV']:.2f} times the KV, which it exceeds at {spans or 'no time'} "
+        f"s. Requests take {of['mean compute']:.0%} of the devices' time to compute, those of the busiest 10 s "
+        f"{of['busiest 10 s compute']:.0%}.\n"
     )
 
 
@@ -119,8 +120,8 @@ def simulated(systems: Mapping[str, System], setting: Setting) -> dict[str, Outc
     return found
 
 
-TIMES = ("system", "TTFT P50, s", "P99, s", "P99 better by", "TPOT P50, ms", "than recomputation", "P99, ms", "tokens/s",
-         "in overloads", "preemptions", "refused")  # fmt: skip
+TIMES = ("system", "TTFT P50, s", "P99, s", "P99 better by", "TPOT P50, ms", "than recomputation", "P99, ms",
+         "tokens/s", "in overloads", "preemptions", "refused")  # fmt: skip
 GROUPS = ("system", "bubbles", "in overloads", "time in groups", "first group, s from the begin of overloads",
           "restored, s after their ends", "exchange, s: median, longest")  # fmt: skip
 
@@ -140,7 +141,9 @@ def main() -> None:
     made = parser_of(__doc__)
     made.add_argument("--trace", type=Path, help="arrivals and lengths; default: random ones")
     made.add_argument("--lengths", nargs="+", choices=["own", *LENGTHS], default=["burstgpt"], help="of requests")
-    made.add_argument("--memory-gb", type=float, help="memory of a device, from which the rate follows; only what limits")
+    made.add_argument(
+        "--memory-gb", type=float, help="memory of a device, from which the rate follows; only what limits"
+    )
     options = made.parse_args()
     systems = SYSTEMS if options.memory_gb is None else {name: SYSTEMS[name] for name in LIMITS}
     text = f"# Bursts absorbed by dropping layers, Qwen2.5-14B on 8 x A800, simulated\n\n{PAPER}\n"

@@ -2,7 +2,7 @@
 
 Where a request lacks pages, or where few are left, a running sequence moves to the instance with most free pages. Its
 pages are copied while it goes on, and it stops between two steps alone. A waiting request, which has no pages, moves
-at once to an instance that has room for it. The devices are not slowed down by the copies. All of that is in favour of migration.
+at once to an instance that has room for it. Copies do not slow the devices down. All of that is in favour of migration.
 """
 
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ from jaxserve.sim.instance import SimInstance
 from jaxserve.sim.simulation import Frontend, Simulation
 
 INTERVAL = 0.1  # s
-LOW = 0.05  # share of the pages of an instance that are free, from which sequences are moved away
-AHEAD = 3.0  # a target has at least as many times the free pages of the source
+LOW = 0.05  # share of the pages of an instance that are free, below which sequences are moved away
+AHEAD = 3.0  # a target has at least this many times the room of the source
 
 
 @dataclass(eq=False)
@@ -41,6 +41,7 @@ class Migration:
         self.moved = 0
         """Running sequences that have moved."""
         self.moved_waiting = 0
+        """Waiting sequences that have moved."""
         self._front, self._clock, self._link, self._page_bytes = front, clock, link, page_bytes
         self._due = clock.now()
         self._moves: list[_Move] = []
@@ -166,10 +167,12 @@ def _lacks_pages(instance: SimInstance) -> bool:
     return instance.core.scheduler.num_waiting > 0 or pages.available < LOW * pages.capacity
 
 
-def with_migration(built: BuiltSimulation, link: Link, page_bytes: int, frontend: Frontend) -> BuiltSimulation:
+def with_migration(
+    built: BuiltSimulation, link: Link, page_bytes: int, frontend: Frontend
+) -> tuple[BuiltSimulation, Migration]:
     """Return a simulation of the same instances, which moves requests between them over a link."""
     front = built.simulation.front
     clock = next(iter(front.instances.values())).clock
     assert isinstance(clock, VirtualClock)
     control = Migration(front, clock, link, page_bytes)
-    return replace(built, simulation=Simulation(front, clock, frontend=frontend, control=control))
+    return replace(built, simulation=Simulation(front, clock, frontend=frontend, control=control)), control

@@ -1,7 +1,8 @@
 """Preemption that swaps KV pages to the host, after InferCept, for comparison: jaxserve computes them again instead.
 
-The pages of a preempted sequence go to the host over PCIe and come back when there is room for them, while steps go on:
-each way has the whole bandwidth, and the devices are not slowed down. The host has room for everything. All of that is in favour of swapping.
+The pages of a preempted sequence go to the host over PCIe and come back when there is room for them, while steps go
+on: each way has the whole bandwidth, and the devices are not slowed down. The host has room for everything. All of that
+is in favour of swapping.
 """
 
 from collections.abc import Callable, Iterator
@@ -84,7 +85,7 @@ class SwappingScheduler(Scheduler):
 def swapping(page_seconds: float) -> Iterator[None]:
     """Let instances of one stage that are made meanwhile swap KV pages to the host."""
 
-    def made(_: MemoryPlan, instance: Any, *args: Any) -> Scheduler:
+    def made(plan: MemoryPlan, instance: Any, *args: Any) -> Scheduler:
         return SwappingScheduler(*args, page_seconds=page_seconds)
 
     with patch.object(MemoryPlan, "_scheduler_of", made):
