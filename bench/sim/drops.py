@@ -1,6 +1,6 @@
 """A burst that KV pages do not suffice for, and what systems do about it: Qwen2.5-14B on 8 x A800, after KunServe.
 
-    python -m bench.sim.drops [--trace FILE] [--lengths NAME ...] [--memory-gb GB] [--quick] [--out FOLDER]
+    python -m bench.sim.drops [--trace FILE] [--lengths NAME ...] [--memory-gb GB] [--quick]
 
 Arrivals are those of a published trace with two overloads in 640 s, or random ones of the same form. Lengths are those
 of the trace (`own`), or have the means of KunServe's data sets. Each host has one GPU, and pages go over RDMA. By
@@ -65,9 +65,9 @@ def facts(setting: Setting) -> str:
     return (
         f"{len(setting.requests)} requests, {of['requests/s']:.2f}/s. {setting.memory_gb:g} GB of each device, with KV "
         f"for {of['KV tokens'] / DEVICES:.0f} tokens: {of['KV over the average demand']:.2f} times the average demand. "
-        f"The largest demand is {of['largest demand over KV']:.2f} times the KV, which it exceeds at {spans or 'no time'} "
-        f"s. Requests take {of['mean compute']:.0%} of the devices' time to compute, those of the busiest 10 s "
-        f"{of['busiest 10 s compute']:.0%}.\n"
+        f"The largest demand is {of['largest demand over KV']:.2f} times the KV, which it exceeds at "
+        f"{spans or 'no time'} s. Requests take {of['mean compute']:.0%} of the devices' time to compute, those of the "
+        f"busiest 10 s {of['busiest 10 s compute']:.0%}.\n"
     )
 
 
@@ -81,7 +81,8 @@ def latencies(found: Mapping[str, Outcome], setting: Setting) -> Iterator[Sequen
         inside = f"{each.throughput(setting.overloads):.0f}" if setting.overloads else "-"
         yield (
             name, f"{p50:.2f}", f"{p99:.2f}", f"{base.percentile_ttft(99) / p99:.1f} x", f"{1e3 * q50:.0f}",
-            f"{q50 / tpot - 1:+.0%}", f"{1e3 * q99:.0f}", f"{each.throughput():.0f}", inside, each.preempted, each.refused,
+            f"{q50 / tpot - 1:+.0%}", f"{1e3 * q99:.0f}", f"{each.throughput():.0f}", inside, each.preempted,
+            each.refused,
         )  # fmt: skip
 
 
