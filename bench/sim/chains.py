@@ -67,7 +67,10 @@ def rows(found: Mapping[str, Outcome]) -> Iterator[Sequence[object]]:
         apart = ["-", "-"]
         if len(parts) > 1:
             best = min(p99[part] for part in parts)
-            apart = [f"{p99[name] / best - 1:+.1%}", f"{100 * (share[name] - max(share[part] for part in parts)):+.1f}"]
+            apart = [
+                f"{p99[name] / best - 1:+.1%}" if np.isfinite(best) else "-",
+                f"{100 * (share[name] - max(share[part] for part in parts)):+.1f}",
+            ]
         yield (
             name, f"{each.percentile_ttft(50):.2f}", f"{p99[name]:.2f}", apart[0], f"{100 * share[name]:.1f}", apart[1],
             f"{q50:.0f}", f"{q99:.0f}", f"{each.throughput():.0f}", each.preempted, each.refused,

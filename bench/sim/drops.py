@@ -3,9 +3,10 @@
     python -m bench.sim.drops [--trace FILE] [--lengths NAME ...] [--memory-gb GB] [--quick]
 
 Arrivals are those of a published trace with two overloads in 640 s, or random ones of the same form. Lengths are those
-of the trace (`own`), or have the means of KunServe's data sets. Each host has one GPU, and pages go over RDMA. By
-default computing suffices for the busiest 10 s, and the memory follows (`bench.sim.burst_runs.calibrated`). With a given
-memory the rate follows, and the table shows whether memory or computing limits.
+of the trace (`own`), or have the means of KunServe's data sets. Each host has one GPU, and pages go over RDMA.
+
+By default computing suffices for the busiest 10 s, and the memory follows (`bench.sim.burst_runs.calibrated`). With a
+given memory the rate follows, and the table shows whether memory or computing limits.
 """
 
 import sys

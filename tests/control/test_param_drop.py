@@ -74,7 +74,7 @@ class Policed:
 
 def gain(lanes: int) -> int:
     policed = Policed()
-    whole = policed.policy._grouped(START.instances[:lanes], "x")
+    whole = policed.policy._grouped(START.instances[:lanes], "x", START.instances[0])
     return whole.kv_pages - lanes * START.instances[0].kv_pages
 
 

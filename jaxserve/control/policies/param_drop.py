@@ -7,9 +7,10 @@ copies holds KV pages. When the burst is over, every instance gets all layers ag
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from jaxserve.control.drop_plan import drop_plan
-from jaxserve.control.groups import grouped_plan, restored_plans
+from jaxserve.control.groups import can_restore, grouped_plan, restored_plans
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.plan_edits import with_instances
 from jaxserve.control.policy import KeepsPlans, PlanProposal, ServiceView
@@ -98,13 +99,13 @@ class ParamDropPolicy(KeepsPlans):
         return ceil_div(seen.waiting_tokens, self._resources.page_size) + seen.num_waiting
 
     def _drop(self, view: ServiceView, plan: Plan, state: DropState, required: int) -> PlanProposal[DropState]:
-        words = f"waiting sequences lack {required} KV pages"
+        words, start = f"waiting sequences lack {required} KV pages", state.start.instances[0]
         able = self._next_to_share([each for each in plan.instances if self._may_share(each, state)])
         sized = sorted(able, key=lambda each: -self._lacking(_seen(view, each)))  # sequences stay where they wait
         found = drop_plan(
             [(each,) * each.lanes for each in sized],  # an instance counts as many times as it has lanes
             required,
-            self._freed,
+            partial(self._freed, start),
             self._resources.max_lanes,
         )
         changed, names = plan, list(new_names(plan, len(found.groups), view.used_names))
@@ -112,7 +113,7 @@ class ParamDropPolicy(KeepsPlans):
             members = list(dict.fromkeys(group))
             if len(members) == 1:
                 continue
-            whole = self._grouped(members, names.pop(0))
+            whole = self._grouped(members, names.pop(0), start)
             if whole is None:
                 continue
             if not view.is_warm(whole):
@@ -141,21 +142,23 @@ class ParamDropPolicy(KeepsPlans):
             and len(instance.stages) == instance.lanes * len(pattern.stages)
         )
 
-    def _freed(self, group: Sequence[InstancePlan], other: Sequence[InstancePlan]) -> int:
+    def _freed(self, start: InstancePlan, group: Sequence[InstancePlan], other: Sequence[InstancePlan]) -> int:
         """Return the KV pages that there are more when two groups become one."""
-        one, two, both = (self._pages(list(dict.fromkeys(each))) for each in (group, other, (*group, *other)))
+        one, two, both = (self._pages(list(dict.fromkeys(each)), start) for each in (group, other, (*group, *other)))
         return max(0, both - one - two)
 
-    def _pages(self, members: Sequence[InstancePlan]) -> int:
+    def _pages(self, members: Sequence[InstancePlan], start: InstancePlan) -> int:
         if len(members) == 1:
             return members[0].kv_pages
-        whole = self._grouped(members, "")
+        whole = self._grouped(members, "", start)
         return 0 if whole is None else whole.kv_pages
 
-    def _grouped(self, members: Sequence[InstancePlan], name: str) -> InstancePlan | None:
-        """Return the group of instances with all KV pages that fit, None if they cannot share their layers."""
+    def _grouped(self, members: Sequence[InstancePlan], name: str, start: InstancePlan) -> InstancePlan | None:
+        """Return the group of instances with all KV pages that fit, None if there is none that can be restored."""
         try:
             whole = grouped_plan(members, name, self._resources)
+            if not can_restore(whole, start, self._resources):
+                return None
         except PlanError:
             return None
         pages = self._resources.kv_capacity(whole) // whole.lanes * whole.lanes
