@@ -100,9 +100,8 @@ def calibrated(
         tokens = max(PROVISION * float(demand.mean()) / DEVICES, (longest or 0) + 1000)
         memory_gb = memory_for(tokens, hosts, longest)
     else:
-        trace, demand = _filling(
-            trace, unlimited, PROVISION, kv_tokens(cluster_of(memory_gb, hosts=hosts, longest=longest)), rng
-        )
+        tokens = kv_tokens(cluster_of(memory_gb, hosts=hosts, longest=longest)) * DEVICES
+        trace, demand = _filling(trace, unlimited, tokens / PROVISION, rng)
     tokens = kv_tokens(cluster_of(memory_gb, hosts=hosts, longest=longest)) * DEVICES
     share = compute_share(trace, cost, BATCHED, DEVICES)
     facts = {
@@ -116,18 +115,18 @@ def calibrated(
     return Setting(requests_of(trace), memory_gb, hosts, longest, overloads(demand, tokens), facts)
 
 
-def _filling(
-    trace: Trace, unlimited: Cluster, provision: float, tokens: int, rng: np.random.Generator
-) -> tuple[Trace, Floats]:
-    """Return a trace whose average demand is an n-th of the KV memory, and its demand by seconds."""
-    factor = 1.0
-    for _ in range(4):
+def _filling(trace: Trace, unlimited: Cluster, mean: float, rng: np.random.Generator) -> tuple[Trace, Floats]:
+    """Return a trace with a mean demand of so many tokens of KV, and its demand by seconds.
+
+    Computing suffices on average; otherwise the demand would have no end.
+    """
+    cost = unlimited.true_costs.of(unlimited.memory.plan.instances[0])
+    low, high = 0.0, 1 / float(compute_share(trace, cost, BATCHED, DEVICES).mean())
+    for _ in range(7):
+        factor = (low + high) / 2
         made = scaled(trace, factor, rng)
         demand = kv_demand(unlimited, made)
-        found = tokens * DEVICES / (provision * float(demand.mean()))
-        if abs(found - 1) < 0.03:
-            break
-        factor *= found**0.8
+        low, high = (factor, high) if demand.mean() < mean else (low, factor)
     return made, demand
 
 

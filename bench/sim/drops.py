@@ -45,7 +45,7 @@ and 8.3 % with lookahead, throughput +20 %; P50 TPOT 15.8 to 22.7 % worse; almos
 
 def trace_of(path: Path | None, lengths: str, quick: bool) -> Trace:
     """Return the trace of a file, or a random one of the same form."""
-    rng, seconds = np.random.default_rng(0), 160.0 if quick else 640.0
+    rng, seconds = np.random.default_rng(0), 80.0 if quick else 640.0
     if path is None:
         made = generated(rng, seconds)
     else:

@@ -9,6 +9,7 @@ from bench.sim.amoeba import served
 from bench.sim.burst_runs import (
     DEVICES,
     PROVISION,
+    Outcome,
     Setting,
     System,
     cluster_of,
@@ -115,3 +116,19 @@ def test_memory_that_never_runs_out_preempts_nothing() -> None:
     setting = Setting(crowd(), 33.8, longest=4000)
     assert outcome(System(plenty=True), setting).preempted == 0
     assert outcome(System(), setting).preempted > 0
+
+
+def test_a_refused_request_waits_for_ever() -> None:
+    ones = np.ones(99)
+    found = Outcome(ones, ones.astype(int), ones, ones, 3 * ones, ones.astype(int), 3, 0, (), (), (), True)
+    assert found.percentile_ttft(50) == 1
+    assert found.percentile_ttft(99) == np.inf
+    assert found.within(1, 1) == 99 / 102
+
+
+def test_how_long_after_an_overload_layers_are_back() -> None:
+    ones, sets = np.ones(2), ((0.0, True), (10.0, False), (25.0, True))
+    found = Outcome(ones, ones.astype(int), ones, ones, 40 * ones, ones.astype(int), 0, 0, (), sets, (), True)
+    assert (found.whole_after(20.0), found.whole_after(5.0), found.whole_after(30.0)) == (5.0, 0.0, 0.0)
+    assert (found.dropped_after(4.0), found.dropped_after(11.0)) == (6.0, None)
+    assert found.grouped() == 15 / 40
