@@ -18,9 +18,9 @@ from jaxserve.core.errors import PlanError
 def grouped_plan(members: Sequence[InstancePlan], name: str, resources: Resources) -> InstancePlan:
     """Return the plan of the group that instances become, with as many KV pages for each as the largest has.
 
-    Every device keeps consecutive blocks of those that it has: equally many layers if they divide, so that devices trade
-    all arrays, and otherwise so that the fullest device has as much room for KV pages as possible. Raise `PlanError` if
-    some device would have to take a layer that it has not, or none at all.
+    Every device keeps consecutive blocks of those that it has: equally many layers if they divide, so that devices
+    trade all arrays, and otherwise so that the fullest device has as much room for KV pages as possible. Raise
+    `PlanError` if some device would have to take a layer that it has not, or none at all.
     """
     lanes = sum(member.lanes for member in members)
     rows = max(member.kv_pages // member.lanes for member in members)

@@ -12,6 +12,7 @@ from bench.sim.burst_runs import (
     Outcome,
     Setting,
     System,
+    calibrated,
     cluster_of,
     kv_tokens,
     memory_for,
@@ -19,7 +20,6 @@ from bench.sim.burst_runs import (
     overloads,
 )
 from bench.sim.burst_traces import generated, scaled, with_lengths
-from bench.sim.drops import setting_of
 from bench.sim.migration import with_migration
 from bench.sim.swapping import SwappingScheduler, connect, swapping
 from jaxserve.scheduler.routing import Router
@@ -55,7 +55,8 @@ def computed(built: BuiltSimulation) -> int:
 
 
 def test_a_setting_has_room_for_the_average_demand_and_not_for_the_largest() -> None:
-    setting = setting_of(with_lengths(generated(np.random.default_rng(0), 60.0), "burstgpt", np.random.default_rng(1)))
+    trace = with_lengths(generated(np.random.default_rng(0), 60.0), "burstgpt", np.random.default_rng(1))
+    setting = calibrated(trace, rng=np.random.default_rng(2), longest=4000)
     assert setting.facts["KV over the average demand"] == pytest.approx(PROVISION, rel=0.05)
     assert setting.facts["largest demand over KV"] > 1
     assert setting.facts["busiest 10 s compute"] < 1
