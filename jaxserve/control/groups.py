@@ -5,9 +5,10 @@ See KunServe, section 4.1.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from jaxserve.control.drop_plan import drop_plan
+from jaxserve.control.lane_moves import lane_moves, left_over, reverse
 from jaxserve.control.plan import InstancePlan, Plan, StagePlan
 from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import is_layer, layer_index
@@ -17,8 +18,9 @@ from jaxserve.core.errors import PlanError
 def grouped_plan(members: Sequence[InstancePlan], name: str, resources: Resources) -> InstancePlan:
     """Return the plan of the group that instances become, with as many KV pages for each as the largest has.
 
-    Every device keeps consecutive blocks of those that it has, so that the fullest device has as much room for KV pages
-    as possible. Raise `PlanError` if some device would have to take a layer that it has not, or none at all.
+    Every device keeps consecutive blocks of those that it has: equally many layers if they divide, so that devices
+    trade all arrays, and otherwise so that the fullest device has as much room for KV pages as possible. Raise
+    `PlanError` if some device would have to take a layer that it has not, or none at all.
     """
     lanes = sum(member.lanes for member in members)
     rows = max(member.kv_pages // member.lanes for member in members)
@@ -26,7 +28,8 @@ def grouped_plan(members: Sequence[InstancePlan], name: str, resources: Resource
     if len({stage.tp for stage in stages}) > 1:
         raise PlanError("instances with different degrees of tensor parallelism cannot share their layers")
     chain = members[0].blocks
-    cuts = _best_cuts(stages, [block.block for block in chain], lanes, rows, resources)
+    names = [block.block for block in chain]
+    cuts = _equal_cuts(stages, names) or _best_cuts(stages, names, lanes, rows, resources)
     made = []
     for stage, first, last in zip(stages, cuts, cuts[1:], strict=False):
         own = {block.block: block for block in stage.blocks}
@@ -66,6 +69,17 @@ def restored_plans(
     return tuple(made)
 
 
+def can_restore(whole: InstancePlan, start: InstancePlan, resources: Resources) -> bool:
+    """Return whether a group can become instances such as `start`.
+
+    Devices that exchange unequally many arrays keep some until the exchange is over, for which there may be no room.
+    """
+    members = restored_plans(whole, [str(lane) for lane in range(whole.lanes)], start, start.kv_pages)
+    left = max(left_over(reverse(lane_moves(members, whole)), members[0], resources).values(), default=0)
+    room = replace(resources, budget=resources.budget - left)
+    return not left or room.kv_capacity(members[0]) >= resources.limits_of(start.tp).min_pages
+
+
 def group_placements(start: Plan, max_lanes: int, resources: Resources) -> tuple[InstancePlan, ...]:
     """Return plans of groups that the instances of the start can become, as drop plans choose them."""
     found: dict[tuple[str, ...], InstancePlan] = {}
@@ -83,6 +97,21 @@ def _middle(stage: StagePlan) -> float:
     """Return by what stages are ordered, so that each can keep a part of its layers: where these are in the model."""
     layers = [layer_index(block.block) for block in stage.blocks if is_layer(block.block)]
     return (layers[0] + layers[-1]) / 2
+
+
+def _equal_cuts(stages: Sequence[StagePlan], chain: Sequence[str]) -> list[int] | None:
+    """Return where each stage begins in the chain of blocks, and the end, with equally many layers in each stage.
+
+    None if the layers do not divide, or a stage has not all of its share.
+    """
+    layers = [index for index, block in enumerate(chain) if is_layer(block)]
+    each, rest = divmod(len(layers), len(stages))
+    if rest or not each:
+        return None
+    cuts = [0, *layers[each::each], len(chain)]
+    owned = ({block.block for block in stage.blocks} for stage in stages)
+    shares = (chain[first:last] for first, last in pairwise(cuts))
+    return cuts if all(own.issuperset(share) for own, share in zip(owned, shares, strict=True)) else None
 
 
 def _best_cuts(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxserve.control.groups import group_placements, grouped_plan, restored_plans
+from jaxserve.control.groups import can_restore, group_placements, grouped_plan, restored_plans
 from jaxserve.control.lane_moves import lane_moves, left_over, reverse, trades
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.regroup import Kind, kind_of, structural_change
@@ -15,6 +15,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import PlanError
 from jaxserve.kvcache import JoinedIds
 from jaxserve.sim.cluster import resolve_cluster
+from jaxserve.sim.hardware import load_hardware
 from jaxserve.sim.shape import ModelShape
 from tests.sim.machines import GPU
 
@@ -90,6 +91,22 @@ def test_equal_instances_trade_all_arrays_if_their_layers_divide() -> None:
     layer = ONE.kv_pages * RESOURCES.page_bytes(ONE.stages[0]) // 32
     assert left_over(moves, ONE, RESOURCES) == {0: 2 * layer, 2: 2 * layer}
     assert left_over(reverse(moves), ONE, RESOURCES) == {1: 4 * layer}
+
+
+def test_stages_have_equally_many_layers_if_these_divide() -> None:
+    # The embedding and the head of this model take as much as several layers.
+    config = EngineConfig(dp=8, memory_gb=36, max_pp=8)
+    memory = resolve_cluster(config, ModelShape.load("qwen2.5-14b"), load_hardware("a800")).memory
+    for count in (2, 4, 8):
+        whole = grouped_plan(memory.plan.instances[:count], "g", memory.limits)
+        assert layers(whole) == [48 // count] * count
+        assert can_restore(whole, memory.plan.instances[0], memory.limits)
+
+
+def test_a_group_cannot_be_restored_without_room_for_arrays_that_get_none_in_return() -> None:
+    whole, full = grouped(*START.instances[:3]), ONE.with_kv_pages(RESOURCES.kv_capacity(ONE))
+    assert layers(whole) == [10, 12, 10]
+    assert not can_restore(whole, full, RESOURCES)
 
 
 def test_a_plan_leads_to_a_group_and_back() -> None:

@@ -54,7 +54,7 @@ class Policed:
                 num_waiting=int(waits),
                 waiting_tokens=lacking * SIZE if waits else 0,
                 oldest_wait=wait if waits else 0.0,
-                recent=replace(RECENT, kv_trend=trend),
+                recent=replace(RECENT, kv_trend=trend, kv_usage=min(pages, total) / total),
             )
 
     def ask(self, after: float = 0.1) -> PlanProposal[DropState]:
@@ -74,7 +74,7 @@ class Policed:
 
 def gain(lanes: int) -> int:
     policed = Policed()
-    whole = policed.policy._grouped(START.instances[:lanes], "x")
+    whole = policed.policy._grouped(START.instances[:lanes], "x", START.instances[0])
     return whole.kv_pages - lanes * START.instances[0].kv_pages
 
 
@@ -90,6 +90,13 @@ def test_no_layer_is_dropped_while_pages_are_free_or_nothing_waits() -> None:
         policed = Policed()
         policed.load(used, lacking)
         assert policed.ask().plan is START
+
+
+def test_layers_are_dropped_for_a_sequence_that_does_not_fit_into_the_free_pages() -> None:
+    policed = Policed()
+    policed.load(0.7, PAGES // 2)
+    policed.ask()
+    assert policed.lanes == [1, 1, 2]
 
 
 def test_no_layer_is_dropped_for_a_wait_of_a_moment() -> None:
@@ -150,8 +157,8 @@ def test_layers_return_when_the_members_own_pages_suffice_for_long() -> None:
     assert {plan.kv_pages for plan in policed.plan.instances} == {PAGES + 1}
 
 
-@pytest.mark.parametrize(("used", "trend", "lacking"), [(0.6, 0.0, 0), (0.4, 0.1, 0), (0.4, 0.0, 1)])
-def test_layers_do_not_return_while_usage_is_high_or_rises_or_something_waits(
+@pytest.mark.parametrize(("used", "trend", "lacking"), [(0.75, 0.0, 0), (0.4, 0.1, 0), (0.4, 0.0, PAGES)])
+def test_layers_do_not_return_while_usage_is_high_or_rises_or_much_waits(
     used: float, trend: float, lacking: int
 ) -> None:
     policed = dropped(100)
@@ -159,6 +166,14 @@ def test_layers_do_not_return_while_usage_is_high_or_rises_or_something_waits(
     policed.ask()
     policed.ask(60)
     assert policed.lanes == [1, 1, 2]
+
+
+def test_layers_return_although_a_short_sequence_waits_for_its_turn() -> None:
+    policed = dropped(100)
+    policed.load(0.4, 1)
+    policed.ask()
+    policed.ask(5.1)
+    assert policed.lanes == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("setting", [{"drop_usage": 0.0}, {"release_usage": 1.5}, {"hold": -1}, {"drop_wait": -0.1}])

@@ -84,9 +84,18 @@ def test_what_merges_and_splits_cost(monkeypatch, tmp_path):
     assert float(found["llama-3-8b", "merge 4", "90%"][7]) > float(found["llama-3-8b", "merge 4", "10%"][7])
 
 
-@pytest.mark.parametrize(("script", "lines"), [("tp_degrees", 9), ("tp_scheduler", 6), ("tp_mixes", 14), ("drops", 18)])
+@pytest.mark.parametrize(("script", "lines"), [("tp_degrees", 9), ("tp_scheduler", 6), ("tp_mixes", 14)])
 def test_experiments_of_merging_instances_run(monkeypatch, tmp_path, script, lines):
     run(monkeypatch, script, "--quick", "--out", tmp_path)
     (table,) = tmp_path.glob("*.md")
     found = [row for row in rows(table) if row[0] not in ("instances", "scheduler", "system") and "---" not in row[0]]
     assert len(found) == lines
+
+
+def test_the_experiment_of_dropping_layers_runs(monkeypatch, tmp_path):
+    run(monkeypatch, "drops", "--quick", "--lengths", "longbench", "--out", tmp_path)
+    found = [row for row in rows(tmp_path / "drops.md") if row[0] != "system" and "---" not in row[0]]
+    assert len(found) == 8 + 4 + 8  # times, groups, multiples of the best P50
+    p99 = {row[0]: float(row[2]) for row in found[:8]}
+    assert p99["memory that never runs out"] < p99["recomputation"]
+    assert p99["drop, all KV at once, equal tokens"] < p99["recomputation"]

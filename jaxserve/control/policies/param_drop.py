@@ -7,9 +7,10 @@ copies holds KV pages. When the burst is over, every instance gets all layers ag
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from jaxserve.control.drop_plan import drop_plan
-from jaxserve.control.groups import grouped_plan, restored_plans
+from jaxserve.control.groups import can_restore, grouped_plan, restored_plans
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.plan_edits import with_instances
 from jaxserve.control.policy import KeepsPlans, PlanProposal, ServiceView
@@ -24,9 +25,9 @@ from jaxserve.telemetry import Snapshot
 class DropSettings:
     """Settings of the policy, in seconds and in shares from 0 to 1. Raise `ConfigError` if one is not allowed."""
 
-    drop_usage: float = 0.9  # share of all KV pages in use from which sequences that wait are said to lack pages
+    drop_usage: float = 0.9  # share of an instance's KV pages in use, with those for one more of its waiting sequences
     drop_wait: float = 0.1  # s that a sequence has waited
-    release_usage: float = 0.5  # largest share of the members' own KV pages in use when layers are restored
+    release_usage: float = 0.7  # largest share of the members' own KV pages in use, or soon, when layers are restored
     hold: float = 5.0  # s for which that must have been so
 
     def __post_init__(self) -> None:
@@ -80,24 +81,31 @@ class ParamDropPolicy(KeepsPlans):
         waiting = [each for each in seen if each.num_waiting > each.num_deferred]
         if not waiting or max(each.oldest_wait for each in waiting) < self.settings.drop_wait:
             return 0
-        if max(each.kv_usage for each in waiting) < self.settings.drop_usage:
+        if max(map(self._usage_with_next, waiting)) < self.settings.drop_usage:
             return 0
         return sum(map(self._lacking, waiting))
 
+    def _usage_with_next(self, seen: Snapshot) -> float:
+        """Return the share of an instance's KV pages that would be in use with one more of its waiting sequences."""
+        following = seen.waiting_tokens / seen.num_waiting / self._resources.page_size
+        return (seen.kv_pages_used + following) / max(1, seen.kv_pages_total)
+
     def _lacking(self, seen: Snapshot) -> int:
         """Return the KV pages that the waiting sequences of an instance lack beside those that are free there."""
-        # Each of them also begins a page for its answer.
-        demand = ceil_div(seen.waiting_tokens, self._resources.page_size) + seen.num_waiting
-        return max(0, demand - (seen.kv_pages_total - seen.kv_pages_used)) if seen.num_waiting else 0
+        return max(0, self._demand(seen) - (seen.kv_pages_total - seen.kv_pages_used)) if seen.num_waiting else 0
+
+    def _demand(self, seen: Snapshot) -> int:
+        """Return the KV pages that the waiting sequences of an instance need. Each also begins one for its answer."""
+        return ceil_div(seen.waiting_tokens, self._resources.page_size) + seen.num_waiting
 
     def _drop(self, view: ServiceView, plan: Plan, state: DropState, required: int) -> PlanProposal[DropState]:
-        words = f"waiting sequences lack {required} KV pages"
+        words, start = f"waiting sequences lack {required} KV pages", state.start.instances[0]
         able = self._next_to_share([each for each in plan.instances if self._may_share(view, each, state)])
         sized = sorted(able, key=lambda each: -self._lacking(_seen(view, each)))  # sequences stay where they wait
         found = drop_plan(
             [(each,) * each.lanes for each in sized],  # an instance counts as many times as it has lanes
             required,
-            self._freed,
+            partial(self._freed, start),
             self._resources.max_lanes,
         )
         changed, names = plan, list(new_names(plan, len(found.groups), view.used_names))
@@ -105,7 +113,7 @@ class ParamDropPolicy(KeepsPlans):
             members = list(dict.fromkeys(group))
             if len(members) == 1:
                 continue
-            whole = self._grouped(members, names.pop(0))
+            whole = self._grouped(members, names.pop(0), start)
             if whole is None:
                 continue
             if not view.is_warm(whole):
@@ -135,21 +143,23 @@ class ParamDropPolicy(KeepsPlans):
             and len(instance.stages) == instance.lanes * len(pattern.stages)
         )
 
-    def _freed(self, group: Sequence[InstancePlan], other: Sequence[InstancePlan]) -> int:
+    def _freed(self, start: InstancePlan, group: Sequence[InstancePlan], other: Sequence[InstancePlan]) -> int:
         """Return the KV pages that there are more when two groups become one."""
-        one, two, both = (self._pages(list(dict.fromkeys(each))) for each in (group, other, (*group, *other)))
+        one, two, both = (self._pages(list(dict.fromkeys(each)), start) for each in (group, other, (*group, *other)))
         return max(0, both - one - two)
 
-    def _pages(self, members: Sequence[InstancePlan]) -> int:
+    def _pages(self, members: Sequence[InstancePlan], start: InstancePlan) -> int:
         if len(members) == 1:
             return members[0].kv_pages
-        whole = self._grouped(members, "")
+        whole = self._grouped(members, "", start)
         return 0 if whole is None else whole.kv_pages
 
-    def _grouped(self, members: Sequence[InstancePlan], name: str) -> InstancePlan | None:
-        """Return the group of instances with all KV pages that fit, None if they cannot share their layers."""
+    def _grouped(self, members: Sequence[InstancePlan], name: str, start: InstancePlan) -> InstancePlan | None:
+        """Return the group of instances with all KV pages that fit, None if there is none that can be restored."""
         try:
             whole = grouped_plan(members, name, self._resources)
+            if not can_restore(whole, start, self._resources):
+                return None
         except PlanError:
             return None
         pages = self._resources.kv_capacity(whole) // whole.lanes * whole.lanes
@@ -162,21 +172,27 @@ class ParamDropPolicy(KeepsPlans):
         roomy: dict[str, float] = {}
         for instance in plan.instances:
             seen = _seen(view, instance)
-            rising = seen.recent is not None and (seen.recent.kv_trend or 0.0) > 0
             own = instance.lanes * (state.start.instances[0].kv_pages - 1)
-            quiet = instance.lanes > 1 and not seen.num_waiting and not rising
-            if quiet and seen.kv_pages_used <= self.settings.release_usage * own:
+            if instance.lanes > 1 and self._soon_used(seen) <= self.settings.release_usage * own:
                 roomy[instance.name] = state.roomy_since.get(instance.name, view.time)
         return replace(state, roomy_since=roomy)
+
+    def _soon_used(self, seen: Snapshot) -> float:
+        """Return the KV pages in use on average, with those for what waits and what comes if usage goes on rising."""
+        if seen.recent is None:
+            return seen.kv_pages_used + self._demand(seen)
+        rise = max(0.0, seen.recent.kv_trend or 0.0) * self.settings.hold
+        return (seen.recent.kv_usage + rise) * seen.kv_pages_total + self._demand(seen)
 
     def _restore(self, view: ServiceView, plan: Plan, state: DropState, whole: InstancePlan) -> PlanProposal[DropState]:
         start = state.start.instances[0]
         names = new_names(plan, whole.lanes, view.used_names)
         members = restored_plans(whole, names, start, start.kv_pages)
-        used = _seen(view, whole).kv_pages_used / (whole.lanes * (start.kv_pages - 1))
+        used = self._soon_used(_seen(view, whole)) / (whole.lanes * (start.kv_pages - 1))
         if not all(map(view.is_warm, members)):
             return PlanProposal(plan, state, f"group {whole.name}: programs of its members are still being compiled")
-        reason = f"group {whole.name} has used at most {used:.0%} of its members' own KV for {self.settings.hold:.0f} s"
+        limit, hold = self.settings.release_usage, self.settings.hold
+        reason = f"group {whole.name} uses {used:.0%} of its members' own KV, at most {limit:.0%} for {hold:.0f} s"
         return PlanProposal(with_instances(plan, (whole,), members), state, reason)
 
 
