@@ -19,7 +19,7 @@ from jaxserve.engine.tokenizer import Tokenizer
 
 STREAMS = 2  # short requests at a time
 SHORT, ANSWER, LONG_ANSWER = 40, 200, 32  # tokens
-BURST_PROMPT, BURST_ANSWER = 100, 300  # tokens: most of the KV pages of an instance
+BURST_PROMPT, BURST_ANSWER = 430, 60  # tokens: nearly all KV pages of an instance
 PAUSE_S = 0.8  # of a stream between two requests, so that two cores also compile
 
 

@@ -27,10 +27,11 @@ class DropSettings:
     drop_usage: float = 0.9  # share of all KV pages in use from which sequences that wait are said to lack pages
     drop_wait: float = 0.1  # s that a sequence has waited
     release_usage: float = 0.5  # largest share of the members' own KV pages in use when layers are restored
+    release_horizon: float = 2.0  # s for which usage is assumed to go on rising as it does now
     hold: float = 5.0  # s for which that must have been so
 
     def __post_init__(self) -> None:
-        for name in ("drop_wait", "hold"):
+        for name in ("drop_wait", "release_horizon", "hold"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 0")
         for name in ("drop_usage", "release_usage"):
@@ -161,12 +162,16 @@ class ParamDropPolicy(KeepsPlans):
         roomy: dict[str, float] = {}
         for instance in plan.instances:
             seen = _seen(view, instance)
-            rising = seen.recent is not None and (seen.recent.kv_trend or 0.0) > 0
             own = instance.lanes * (state.start.instances[0].kv_pages - 1)
-            quiet = instance.lanes > 1 and not seen.num_waiting and not rising
-            if quiet and seen.kv_pages_used <= self.settings.release_usage * own:
+            fits = self._expected(seen) <= self.settings.release_usage * own
+            if instance.lanes > 1 and not seen.num_waiting and fits:
                 roomy[instance.name] = state.roomy_since.get(instance.name, view.time)
         return replace(state, roomy_since=roomy)
+
+    def _expected(self, seen: Snapshot) -> float:
+        """Return the KV pages that an instance will use if its usage goes on rising as it does now."""
+        trend = (seen.recent.kv_trend or 0.0) if seen.recent is not None else 0.0
+        return seen.kv_pages_used + max(0.0, trend) * self.settings.release_horizon * seen.kv_pages_total
 
     def _restore(self, view: ServiceView, plan: Plan, state: DropState, whole: InstancePlan) -> PlanProposal[DropState]:
         start = state.start.instances[0]
