@@ -10,7 +10,8 @@ from bench.cluster_parts.load import Load, figures
 from bench.cluster_parts.setup import GROUP, Setup
 from bench.cluster_parts.watch import Watch, is_group
 
-BURST = 4  # requests for each instance
+DROP, STATIC = "param_drop", "static"  # policies
+BURST = 8  # requests for each instance
 Say = Callable[[str], None]
 
 
@@ -37,7 +38,7 @@ async def served_burst(watch: Watch, load: Load, setup: Setup, out: Path, patien
     Return the figures of both, the KV pages, and what went wrong.
     """
     before = (await watch.look())["kv_pages"]["total"]
-    await watch.set_policy("param_drop")
+    await watch.set_policy(DROP)
     burst = asyncio.create_task(load.burst(BURST * setup.instances))
     dropped = await watch.until(lambda status: bool(_groups(status)) or burst.done(), patience_s)
     status = await watch.look()
@@ -46,7 +47,7 @@ async def served_burst(watch: Watch, load: Load, setup: Setup, out: Path, patien
     with_drop = figures(await burst)
     restored = await watch.until(lambda status: not _groups(status) and not status["busy"], patience_s)
     after = (await watch.look())["kv_pages"]["total"]
-    await watch.set_policy("static")
+    await watch.set_policy(STATIC)
     without = figures(await load.burst(BURST * setup.instances))
     faults = [] if dropped else ["no instances dropped layers in the burst"]
     faults += [] if restored and after == before else ["not all layers were restored"]

@@ -83,7 +83,7 @@ class Watch:
 
 def is_group(state: Mapping[str, Any]) -> bool:
     """Return whether an instance is a group, whose members keep one copy of their layers together."""
-    return len(state["devices"]) > state["tp"]
+    return bool(state["lanes"] > 1)
 
 
 def described(states: Sequence[Mapping[str, Any]]) -> str:
