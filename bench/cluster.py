@@ -1,43 +1,47 @@
-"""The cluster demonstration: instances merge for long requests, and split when these have ended.
+"""The cluster demonstration: instances merge for long requests, and drop layers that they have in common in a burst.
 
     python -m bench.cluster [--devices auto|virtual|gpu] [--rounds N] [--out FOLDER]
+    python -m bench.cluster --fail [--out FOLDER]
 
 A server runs several instances of a small model with random weights. While short requests stream, two prompts come that
 are longer than the KV pages of one device: for the first, two instances merge, for the second all of them. Afterwards
-they split. With `--rounds`, all instances then merge and split by hand this many times, and the time is measured.
+they split. With `--rounds`, all instances then merge and split by hand this many times, and the time is measured. At
+last a burst comes for which the KV pages of all instances do not suffice: instances drop layers, and have all of them
+again when it is over. The same burst under the policy static shows what that gains.
+
+With `--fail`, a device of a group of two instances fails instead, while answers stream.
 
 Prints what happens, and writes result.json, dashboard.json (what the dashboard shows) and, if there are Chromium and
-playwright, dashboard.png. Fails unless every request was answered, instances merged and split, and the policy static
-refuses the long prompt.
+playwright, dashboard.png; dashboard-group.json and .png are from the burst. Fails unless every request was answered,
+instances merged and split, layers were dropped for more KV pages and restored, and the policy static refuses the long
+prompt; with `--fail`, unless all requests went on without the device.
 """
 
 import argparse
 import asyncio
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.cluster_parts.load import Load, longest_gap
-from bench.cluster_parts.setup import Setup
+from bench.cluster_parts.dashboard import save_dashboard
+from bench.cluster_parts.drops import BURST, dropped_by_hand, served_burst
+from bench.cluster_parts.failure import OPTIONS as FAILURE, failed_device, failing_setup
+from bench.cluster_parts.load import Load, figures, longest_gap
+from bench.cluster_parts.setup import POLICY, Setup
 from bench.cluster_parts.watch import Watch, merges_and_splits
 from jaxserve.bench.interrupts import signals_as_ctrl_c
-from jaxserve.bench.record import RequestRecord
-from jaxserve.cli.plan_client import PlanClient
 from jaxserve.core.errors import JaxserveError
 
 PATIENCE_S = 150.0  # for instances to be as they should be, programs being compiled
-PAIR, ALL = 1.4, 0.7  # long prompts: times the tokens of one instance, and of all
+PAIR, ALL = 1.4, 0.8  # long prompts: times the tokens of one instance, and of all
 QUIET_S = 1.0  # of short requests before the first long prompt
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 REFUSED = 400
 
 
@@ -61,15 +65,19 @@ def main() -> int:
 
 def _run(options: argparse.Namespace, say: Callable[[str], None], console: Console) -> list[str]:
     """Run the demonstration, write its files, and return what went wrong."""
-    began, setup = time.monotonic(), Setup.of(options.devices)
+    began, setup = time.monotonic(), failing_setup() if options.fail else Setup.of(options.devices)
+    more = FAILURE if options.fail else ("--max-tp", str(setup.instances), "--policy", POLICY)
     say(f"starting {setup}; each holds {setup.instance_tokens} tokens, all together {setup.service_tokens}")
-    with setup.started(options.compile_cache, options.out / "server.log") as url:
+    with setup.started(options.compile_cache, options.out / "server.log", *more) as url:
         say(f"{time.monotonic() - began:6.1f} s  ready: {url}/dashboard")
-        shown = asyncio.run(_demonstrate(setup, url, began, options, say))
+        if options.fail:
+            shown = asyncio.run(failed_device(url, began, options.out, say, PATIENCE_S))
+        else:
+            shown = asyncio.run(_demonstrate(setup, url, began, options, say))
     seconds = time.monotonic() - began
     result = {"setup": asdict(setup), "seconds": seconds, **shown}
     (options.out / "result.json").write_text(json.dumps(result, indent=1))
-    _report(console, result)
+    (_report_failure if options.fail else _report)(console, result)
     say(f"{options.out}/result.json, dashboard.json, server.log, after {seconds:.0f} s")
     return result["faults"]
 
@@ -89,13 +97,18 @@ async def _demonstrate(
         split = await watch.until(alone, PATIENCE_S)
         merges, splits = merges_and_splits(watch.decisions)
         rounds = [await _round(watch, load, setup) for _ in range(options.rounds)]
-        await asyncio.to_thread(_save_dashboard, url, options.out)
+        say(f"{time.monotonic() - began:6.1f} s  layers are dropped by hand, as soon as the programs are compiled")
+        by_hand = await dropped_by_hand(watch, setup, PATIENCE_S)
+        say(f"{time.monotonic() - began:6.1f} s  a burst of {BURST * setup.instances} requests")
+        drop = await served_burst(watch, load, setup, options.out, PATIENCE_S)
+        await asyncio.to_thread(save_dashboard, url, options.out)
         over.set()
         await streaming
-        faults = list(load.errors)
+        faults = [*load.errors, *drop.pop("faults")]
+        faults += [] if by_hand else ["layers were not dropped and restored by hand"]
         faults += [] if merges else ["no instances merged"]
         faults += [] if split and splits else ["instances did not split"]
-        refusal = await _refusal(watch, load, int(PAIR * setup.instance_tokens))
+        refusal = await load.ask(int(PAIR * setup.instance_tokens))
         faults += [] if refusal.status == REFUSED else [f"the policy static answered {refusal.status} to a long prompt"]
         say(f"{time.monotonic() - began:6.1f} s  with the policy static: {refusal.error}")
         watching.cancel()
@@ -106,10 +119,11 @@ async def _demonstrate(
         "faults": faults,
         "events": watch.events,
         "decisions": watch.decisions,
-        "short": _figures(load.short),
-        "long": [_figures([record]) | {"input_tokens": record.input_tokens} for record in load.long[:-1]],
+        "short": figures(load.short),
+        "long": [figures([record]) | {"input_tokens": record.input_tokens} for record in load.long[:-1]],
         "refusal": refusal.error,
         "rounds": rounds,
+        **drop,
     }
 
 
@@ -130,57 +144,34 @@ async def _round(watch: Watch, load: Load, setup: Setup) -> dict[str, float]:
     }
 
 
-async def _refusal(watch: Watch, load: Load, tokens: int) -> RequestRecord:
-    """Return the answer to a long prompt without a policy that merges instances."""
-    await watch.set_policy("static")
-    return await load.ask(tokens)
-
-
-def _figures(records: list[RequestRecord]) -> dict[str, Any]:
-    first = [record.ttft_s for record in records if record.ttft_s is not None]
-    return {
-        "requests": len(records),
-        "answered": sum(record.ok for record in records),
-        "longest_ttft_s": max(first, default=None),
-        "longest_gap_s": longest_gap(records),
-    }
-
-
-def _save_dashboard(url: str, out: Path) -> None:
-    """Write what the dashboard shows, and a picture of it if there is Chromium."""
-    with PlanClient(url, None) as client:
-        (out / "dashboard.json").write_text(json.dumps(next(client.events()), indent=1))
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is not None and find_spec("playwright") is not None:
-        _save_picture(browser, f"{url}/dashboard", out / "dashboard.png")
-
-
-def _save_picture(browser: str, url: str, file: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox", "--disable-gpu"])
-        page = chromium.new_page(viewport={"width": 1280, "height": 800})
-        page.goto(url)
-        page.wait_for_selector("body[data-state=live]")
-        page.screenshot(path=file, full_page=True, animations="disabled")
-        chromium.close()
-
-
 def _report(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title=f"{result['merges']} merges and {result['splits']} splits", title_justify="left")
-    for column in ("requests", "answered", "longest time to first token", "longest gap between tokens"):
-        table.add_column(column)
     rows = [("short", result["short"])]
     rows += [(f"{each['input_tokens']} tokens", each) for each in result["long"]]
-    for name, figures in rows:
-        first, gap = figures["longest_ttft_s"], figures["longest_gap_s"]
-        times = ("-" if first is None else f"{first:.2f} s", f"{gap * 1e3:.0f} ms")
-        table.add_row(name, f"{figures['answered']} of {figures['requests']}", *times)
-    console.print(table)
+    rows += [("burst, layers dropped", result["burst"]), ("burst, static", result["burst_without_drop"])]
+    _table(console, f"{result['merges']} merges and {result['splits']} splits", rows)
+    pages = result["kv_pages"]
+    words = f"KV pages: {pages['before']}, {pages['after_drop']} after the drop, {pages['after_restore']} when"
+    console.print(f"{words} all layers are back")
     for number, each in enumerate(result["rounds"], 1):
         words = f"round {number}: merge {each['merge_s'] * 1e3:.0f} ms, split {each['split_s'] * 1e3:.0f} ms"
         console.print(f"{words}, longest gap between tokens {each['longest_gap_s'] * 1e3:.0f} ms")
+
+
+def _report_failure(console: Console, result: dict[str, Any]) -> None:
+    rows = [("during the failure", result["streams"]), ("afterwards", result["afterwards"])]
+    _table(console, "; ".join(result["failures"]) or "no failure", rows)
+    console.print(f"devices in use: {', '.join(map(str, result['devices']))}")
+
+
+def _table(console: Console, title: str, rows: list[tuple[str, dict[str, Any]]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for column in ("requests", "answered", "time to first token: mean", "longest", "longest gap between tokens"):
+        table.add_column(column)
+    for name, each in rows:
+        times = (each["mean_ttft_s"], each["longest_ttft_s"], each["longest_gap_s"])
+        texts = ("-" if time is None else f"{time:.2f} s" for time in times)
+        table.add_row(name, f"{each['answered']} of {each['requests']}", *texts)
+    console.print(table)
 
 
 def _options() -> argparse.Namespace:
@@ -191,6 +182,7 @@ def _options() -> argparse.Namespace:
         default="auto",
         help="gpu: the machine's accelerators, two at least; auto: these if there are, or else virtual ones of the CPU",
     )
+    parser.add_argument("--fail", action="store_true", help="let a device of a group fail, on virtual devices")
     parser.add_argument("--rounds", type=int, default=0, help="merges and splits of all instances by hand, measured")
     parser.add_argument("--compile-cache", type=Path, help="as of `jaxserve serve`")
     parser.add_argument("--out", type=Path, default=Path("build/demo-cluster"))

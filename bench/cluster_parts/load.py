@@ -1,12 +1,14 @@
-"""The load of the cluster demonstration: short requests that stream all the time, and single long ones."""
+"""The load of the cluster demonstration: short requests that stream all the time, single long ones, and bursts."""
 
 import argparse
 import asyncio
 import inspect
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from bench.cluster_parts.setup import NAME
 from jaxserve.bench.client import Client, Target
@@ -17,6 +19,7 @@ from jaxserve.engine.tokenizer import Tokenizer
 
 STREAMS = 2  # short requests at a time
 SHORT, ANSWER, LONG_ANSWER = 40, 200, 32  # tokens
+BURST_PROMPT, BURST_ANSWER = 430, 60  # tokens: nearly all KV pages of an instance
 PAUSE_S = 0.8  # of a stream between two requests, so that two cores also compile
 
 
@@ -28,6 +31,7 @@ class Load:
     began: float
     short: list[RequestRecord] = field(default_factory=list)
     long: list[RequestRecord] = field(default_factory=list)
+    bursts: list[RequestRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._tokens = tuple(Tokenizer.load(bundled_model_path()).encode(inspect.getsource(argparse)))
@@ -54,10 +58,17 @@ class Load:
         """Send a long prompt, and return the record of its answer."""
         return await self._send(tokens, LONG_ANSWER, 1000 + len(self.long), self.long)
 
+    async def burst(self, count: int) -> list[RequestRecord]:
+        """Send requests all at once, and return the records of their answers."""
+        first = len(self.bursts)
+        sent = [self._send(BURST_PROMPT, BURST_ANSWER, 200 * number, self.bursts) for number in range(count)]
+        await asyncio.gather(*sent)
+        return self.bursts[first:]
+
     @property
     def errors(self) -> list[str]:
         """What went wrong with requests."""
-        return [record.error for record in (*self.short, *self.long) if record.error]
+        return [record.error for record in (*self.short, *self.long, *self.bursts) if record.error]
 
     async def _send(self, tokens: int, answer: int, start: int, records: list[RequestRecord]) -> RequestRecord:
         sample = Sample(self._tokens[start : start + tokens], tokens, answer)
@@ -68,6 +79,18 @@ class Load:
 
     def _now(self) -> float:
         return time.monotonic() - self.began
+
+
+def figures(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Return what became of requests, with times in seconds."""
+    first = [record.ttft_s for record in records if record.ttft_s is not None]
+    return {
+        "requests": len(records),
+        "answered": sum(record.ok for record in records),
+        "mean_ttft_s": statistics.mean(first) if first else None,
+        "longest_ttft_s": max(first, default=None),
+        "longest_gap_s": longest_gap(records),
+    }
 
 
 def longest_gap(records: Sequence[RequestRecord], since_s: float = 0.0) -> float:

@@ -16,6 +16,9 @@ NAME = "cluster-demo"
 KV_HEADS = 8  # of the model: the largest degree
 VIRTUAL, INSTANCES = 8, 4  # virtual devices, and instances on them
 PAGES, PAGE = 32, 16  # KV pages of an instance, and tokens of a page
+MOST_PAGES = 48  # of an instance; a group may have as many for each of its members
+GROUP = 2  # instances that keep one copy of their layers together
+POLICY = "tp_transform+param_drop"
 READY_S = 300.0
 COUNT_DEVICES = "import jax; print(0 if jax.default_backend() == 'cpu' else jax.device_count())"
 
@@ -55,15 +58,19 @@ class Setup:
         return f"{self.instances} instances on one device each, of {kind}"
 
     @contextmanager
-    def started(self, cache: Path | None, log: Path) -> Iterator[str]:
-        """Start the server, yield its URL, and stop it at the end. Raise SpawnError if it does not start."""
+    def started(self, cache: Path | None, log: Path, *more: str) -> Iterator[str]:
+        """Start the server, yield its URL, and stop it at the end. `more`: further options of `jaxserve serve`.
+
+        Raise SpawnError if it does not start.
+        """
         args = [str(MODEL), "--load-format", "dummy", "--served-model-name", NAME]
-        args += ["--tokenizer", str(bundled_model_path()), "--dp", str(self.instances), "--max-tp", str(self.instances)]
-        args += ["--kv-pages", str(PAGES), "--max-kv-pages", str(PAGES), "--page-size", str(PAGE)]
+        args += ["--tokenizer", str(bundled_model_path()), "--dp", str(self.instances), "--max-pp", str(GROUP)]
+        args += ["--kv-pages", str(PAGES), "--max-kv-pages", str(MOST_PAGES), "--page-size", str(PAGE)]
         # Few shapes of steps, so that the programs of all placements are compiled soon.
-        args += ["--max-num-seqs", "1", "--max-num-batched-tokens", "33", "--no-fuse", "--policy", "tp_transform"]
+        args += ["--max-num-seqs", "2", "--max-num-batched-tokens", "34", "--no-fuse"]
         args += ["--virtual-devices", str(VIRTUAL)] if self.virtual else []
         args += ["--compile-cache", str(cache)] if cache else []
+        args += more
         with spawned(args, timeout_s=READY_S, log_path=log) as url:
             yield url
 

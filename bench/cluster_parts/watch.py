@@ -17,6 +17,7 @@ class Watch:
 
     def __init__(self, url: str, began: float, say: Callable[[str], None]):
         """`say` is called with a line for every change."""
+        self.url = url
         self._http = httpx.AsyncClient(base_url=url, trust_env=False, timeout=30)
         self._began, self._say = began, say
         self._seen: dict[str, str] = {}
@@ -37,6 +38,7 @@ class Watch:
         room = status["waiting_room"]
         waiting = f"{room['requests']} of up to {room['longest_tokens']} tokens" if room["requests"] else "empty"
         self._note("instances", described(status["instance_states"]))
+        self._note("KV pages", str(status["kv_pages"]["total"]))
         self._note("waiting room", waiting)
         self._note("note", status["note"])
         return status
@@ -79,12 +81,18 @@ class Watch:
             self._say(f"{seconds:6.1f} s  {what}: {value}")
 
 
+def is_group(state: Mapping[str, Any]) -> bool:
+    """Return whether an instance is a group, whose members keep one copy of their layers together."""
+    return bool(state["lanes"] > 1)
+
+
 def described(states: Sequence[Mapping[str, Any]]) -> str:
     """Return the instances and their devices in words, in the order of their devices."""
     parts = []
     for state in sorted(states, key=lambda state: min(state["devices"])):
         draining = ", draining" if state["draining"] else ""
-        parts.append(f"{state['name']} (devices {' '.join(map(str, state['devices']))}{draining})")
+        on = "stages on devices" if is_group(state) else "devices"
+        parts.append(f"{state['name']} ({on} {' '.join(map(str, state['devices']))}{draining})")
     return "  ".join(parts)
 
 

@@ -183,6 +183,8 @@ def _layer_lines(status: Fields) -> list[Text]:
         if state is not None and status["num_instances"] > 1:
             devices = ", ".join(map(str, state["devices"]))
             draining = ", draining" if state["draining"] else ""
+            if (lanes := state.get("lanes", 1)) > 1:
+                draining += f", a group of {lanes}"
             line.append(f"  instance {state['name']} on {devices}{draining}", "dim")
         lines.append(line)
     if (left := status["num_instances"] - len(shown)) > 0:

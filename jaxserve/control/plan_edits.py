@@ -113,7 +113,7 @@ class PlanEditor:
             raise PlanError("instances do not share their layers here: start the server with a larger max_pp")
         (name,) = new_names(plan, 1, self.used_names)
         whole = grouped_plan(members, name, self.resources)
-        pages = self.resources.kv_capacity(whole) // whole.lanes * whole.lanes
+        pages = self.resources.kv_capacity(whole)
         return with_instances(plan, members, [whole.with_kv_pages(max(whole.kv_pages, pages))])
 
     def _restore(self, plan: Plan, whole: InstancePlan) -> Plan:

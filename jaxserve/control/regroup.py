@@ -45,7 +45,7 @@ class Regroup:
     recovers: bool = False  # those that end have failed: nothing of them moves but their requests
 
     def __str__(self) -> str:
-        after = " and ".join(f"{plan.name} (devices {_words(_ordered(plan))})" for plan in self.after)
+        after = " and ".join(f"{plan.name} ({_where(plan)})" for plan in self.after)
         before = " and ".join(self.before)
         if not self.before:
             return f"add instance {after}"
@@ -352,6 +352,10 @@ def _check_shape(instance: InstancePlan, old: Plan, resources: Resources) -> Non
                 f"instance {instance.name}, stage {index} has {stage.tp} devices: it must have "
                 f"{_words(sorted(degrees))} (tp, max_tp)"
             )
+
+
+def _where(plan: InstancePlan) -> str:
+    return f"{'stages on ' if len(plan.stages) > 1 else ''}devices {_words(_ordered(plan))}"
 
 
 def _ordered(plan: InstancePlan) -> list[int]:

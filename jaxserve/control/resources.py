@@ -179,7 +179,8 @@ class Resources:
     def kv_capacity(self, instance: InstancePlan) -> int:
         """Return the largest number of KV pages that fit besides an instance's layers, at most those of its degree.
 
-        Every device must hold them, because page ids are valid in all stages. Whole segments, if pools have segments.
+        Every device must hold them, because page ids are valid in all stages. Whole segments, if pools have segments,
+        and equally many pages in all lanes.
         """
         rooms = [
             (self.budget - self.runtime - sum(map(self._bytes_without_pages, stages)), self._pools(stages))
@@ -189,7 +190,8 @@ class Resources:
         def too_many(pages: int) -> bool:
             return any(sum(pool.bytes(pages) for pool in pools) > room for room, pools in rooms)
 
-        return bisect_left(range(1, self.limits_of(instance.tp, instance.lanes).max_pages + 1), True, key=too_many)
+        most = self.limits_of(instance.tp, instance.lanes).max_pages
+        return bisect_left(range(1, most + 1), True, key=too_many) // instance.lanes * instance.lanes
 
     def max_capacity(self, instance: InstancePlan) -> int:
         """Return the largest number of KV pages that an instance can have, with all its layers at their smallest."""

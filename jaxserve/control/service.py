@@ -301,8 +301,14 @@ def _state(instance: InstancePlan, snapshot: Snapshot) -> dict[str, Any]:
         "name": instance.name,
         "devices": [device for stage in instance.stages for device in stage.devices],
         "tp": instance.tp,
+        "stages": [
+            {"devices": list(stage.devices), "layers": sum(is_layer(block.block) for block in stage.blocks)}
+            for stage in instance.stages
+        ],
+        "lanes": instance.lanes,
         "draining": instance.draining,
         "running": snapshot.num_running,
+        "held": snapshot.num_held,
         "waiting": snapshot.num_waiting,
         "kv_usage": snapshot.kv_usage,
     }

@@ -39,6 +39,7 @@ class EngineCounters:
         gauges = {
             "time": now,
             "num_running": len(scheduler.running),
+            "num_held": scheduler.num_held,
             "num_waiting": scheduler.num_waiting,
             "num_deferred": scheduler.num_deferred,
             "waiting_tokens": scheduler.waiting_tokens,

@@ -55,6 +55,7 @@ class Snapshot:
     time: float = 0.0  # s of the engine's clock
     steps: int = 0  # steps finished since the start, from which health checks see progress
     num_running: int = 0  # sequences
+    num_held: int = 0  # of these, the ones that go on when KV pages of theirs have come from another device
     num_waiting: int = 0  # sequences
     num_deferred: int = 0  # of these, the ones that wait for a prompt that another answer shares with them
     waiting_tokens: int = 0  # prompt tokens of waiting sequences that remain to be computed

@@ -1,8 +1,13 @@
 """The cluster demonstration: what it counts, and which devices it takes."""
 
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
-from bench.cluster_parts import setup
+from bench.cluster_parts import drops, setup
 from bench.cluster_parts.load import longest_gap
 from bench.cluster_parts.setup import Setup
 from bench.cluster_parts.watch import described, merges_and_splits
@@ -26,10 +31,55 @@ def test_merges_and_splits_are_counted_where_they_were_carried_out():
 
 def test_instances_are_described_in_the_order_of_their_devices():
     states = [
-        {"name": "3", "devices": [3], "draining": False},
-        {"name": "4", "devices": [0, 1], "draining": True},
+        {"name": "3", "devices": [3], "draining": False, "lanes": 1},
+        {"name": "4", "devices": [0, 1], "draining": True, "lanes": 1},
+        {"name": "5", "devices": [2, 4], "draining": False, "lanes": 2},
     ]
-    assert described(states) == "4 (devices 0 1, draining)  3 (devices 3)"
+    assert described(states) == "4 (devices 0 1, draining)  5 (stages on devices 2 4)  3 (devices 3)"
+
+
+@dataclass
+class DroppingServer:
+    """A server in place of `Watch` and `Load`: what it has after a burst, and whether it restores its layers."""
+
+    pages: int  # of the group that two instances with 32 pages each become; 0 if they drop no layers
+    restores: bool = True
+    url: str = ""
+    asked: bool = False  # for answers to a burst
+    over: bool = False  # the burst
+
+    async def look(self) -> dict[str, Any]:
+        names = ("2",) if self.pages and self.asked and not (self.over and self.restores) else ("0", "1")
+        states = [{"name": name, "lanes": 3 - len(names)} for name in names]
+        total = self.pages if len(names) == 1 else 64
+        return {"instance_states": states, "busy": False, "kv_pages": {"total": total}}
+
+    async def until(self, condition: Callable[[Mapping[str, Any]], bool], timeout_s: float) -> bool:
+        await asyncio.sleep(0)
+        return condition(await self.look())
+
+    async def set_policy(self, name: str) -> None:
+        assert name == ("static" if self.asked else "param_drop")
+
+    async def burst(self, count: int) -> list[RequestRecord]:
+        self.asked = True
+        return [RequestRecord(0, 0.0, 0.0, 1, chunk_times_s=[1.0, 2.0], end_s=2.0)] * count
+
+
+@pytest.mark.parametrize(
+    ("server", "faults"),
+    [
+        (DroppingServer(96), []),
+        (DroppingServer(0), ["no instances dropped layers in the burst", "the drop left 64 KV pages of 64"]),
+        (DroppingServer(96, restores=False), ["not all layers were restored"]),
+        (DroppingServer(64), ["the drop left 64 KV pages of 64"]),
+    ],
+)
+def test_burst_must_have_layers_dropped_for_more_pages_and_restored(server, faults, monkeypatch, tmp_path):
+    monkeypatch.setattr(drops, "save_dashboard", lambda *_: setattr(server, "over", True))
+    found = asyncio.run(drops.served_burst(server, server, Setup(2, virtual=True), tmp_path, 1.0))
+    assert found["faults"] == faults
+    assert found["burst"]["answered"] == found["burst_without_drop"]["answered"] == 2 * drops.BURST
 
 
 def test_longest_gap_is_that_of_parts_since_a_time():

@@ -176,6 +176,14 @@ def test_layers_return_although_a_short_sequence_waits_for_its_turn() -> None:
     assert policed.lanes == [1, 1, 1, 1]
 
 
+def test_layers_return_although_requests_come_and_go() -> None:
+    policed = dropped(100)
+    for tick in range(80):
+        policed.load(0.2, trend=0.02 if tick % 20 < 10 else -0.02)
+        policed.ask()
+    assert policed.lanes == [1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("setting", [{"drop_usage": 0.0}, {"release_usage": 1.5}, {"hold": -1}, {"drop_wait": -0.1}])
 def test_settings_are_checked(setting: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="it must be"):

@@ -164,8 +164,14 @@ class FakeControl:
                     "name": instance.name,
                     "devices": sorted(instance.devices),
                     "tp": instance.tp,
+                    "stages": [
+                        {"devices": list(s.devices), "layers": sum(b.block.startswith("layers.") for b in s.blocks)}
+                        for s in instance.stages
+                    ],
+                    "lanes": instance.lanes,
                     "draining": instance.draining,
                     "running": sample["running"],
+                    "held": 0,
                     "waiting": sample["waiting"],
                     "kv_usage": sample["kv_usage"],
                 }

@@ -162,7 +162,7 @@ class ParamDropPolicy(KeepsPlans):
                 return None
         except PlanError:
             return None
-        pages = self._resources.kv_capacity(whole) // whole.lanes * whole.lanes
+        pages = self._resources.kv_capacity(whole)
         return whole.with_kv_pages(pages) if pages > sum(member.kv_pages for member in members) else None
 
     # -- restore

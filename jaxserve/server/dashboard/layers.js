@@ -18,6 +18,12 @@ export function tone(precision) {
   return size >= 16 ? "full" : size >= 8 ? "int8" : size >= 4 ? "int4" : "int3";
 }
 
+/** Returns the devices of an instance in words, with a bar between those of different stages. */
+function where({ devices, stages = [] }) {
+  if (stages.length > 1) return `stages on devices ${stages.map((stage) => stage.devices.join(", ")).join(" | ")}`;
+  return `${devices.length > 1 ? "devices" : "device"} ${devices.join(", ")}`;
+}
+
 export class Strip {
   constructor(host, legend) {
     Object.assign(this, { host, legend, shape: "", cells: [], strips: [], states: [], several: false });
@@ -38,6 +44,7 @@ export class Strip {
     const maxBits = Math.max(FULL_BITS, ...layers.map((layer) => bits(layer.precision)));
     layers.forEach((layer, i) => this.#fill(this.cells[i], layer.precision, maxBits));
     this.states.forEach((node, i) => this.#place(node, states[i]));
+    this.strips.forEach((strip, i) => this.#divide(strip, states[i]?.stages ?? []));
     this.#count(precisions);
   }
 
@@ -62,10 +69,20 @@ export class Strip {
   /** Says where an instance runs, and its load. */
   #place(node, state) {
     if (!state) return;
-    const devices = `${state.devices.length > 1 ? "devices" : "device"} ${state.devices.join(", ")}`;
-    const load = `${state.running} running, KV ${joined(percent(state.kv_usage))}`;
-    setText(node, [devices, ...(state.draining ? ["draining"] : []), load].join(" · "));
+    const parts = [where(state)];
+    if (state.lanes > 1) parts.unshift(`group of ${state.lanes}`);
+    if (state.draining) parts.push("draining");
+    parts.push(`${state.running} running, KV ${joined(percent(state.kv_usage))}`);
+    if (state.held) parts.push(`${state.held} held until their KV has come`);
+    setText(node, parts.join(" · "));
     node.classList.toggle("draining", state.draining);
+  }
+
+  /** Marks the first layer of each stage after the first one. */
+  #divide(strip, stages) {
+    let first = 0;
+    const cuts = new Set(stages.map((stage) => (first += stage.layers)));
+    [...strip.children].forEach((cell, i) => cell.classList.toggle("cut", cuts.has(i)));
   }
 
   /** Arranges the layers in rows of equal length, as large as the width allows. */

@@ -63,14 +63,24 @@ class DeviceUse(AdminResponse):
     used: int
 
 
+class StageState(AdminResponse):
+    """Where a stage of an instance runs, and how many decoder layers it has."""
+
+    devices: list[int]
+    layers: int
+
+
 class InstanceState(AdminResponse):
     """Where an instance runs, and its load."""
 
     name: str
     devices: list[int]
     tp: int  # degree of tensor parallelism
+    stages: list[StageState] = []
+    lanes: int = 1  # instances of the start that keep one copy of their layers together in this one
     draining: bool  # new requests go to other instances
     running: int
+    held: int = 0  # of these, the ones that go on when KV pages of theirs have come from another device
     waiting: int
     kv_usage: float
 
