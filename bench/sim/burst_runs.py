@@ -291,8 +291,8 @@ def _outcome(built: BuiltSimulation, answers: Sequence[Answered], steps: Sequenc
     control = built.control
     exchanges: dict[tuple[str, ...], tuple[float, float]] = {}
     for chunk in [] if control is None else control.chunks:
-        begin, end = exchanges.get(chunk.instances, (chunk.time, chunk.end))
-        exchanges[chunk.instances] = min(begin, chunk.time), max(end, chunk.end)
+        begin, end = exchanges.get(chunk.instance, (chunk.time, chunk.end))
+        exchanges[chunk.instance] = min(begin, chunk.time), max(end, chunk.end)
     return Outcome(
         arrival,
         np.array([answer.request.input_tokens for answer in done]),
