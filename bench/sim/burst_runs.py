@@ -289,7 +289,7 @@ def _outcome(built: BuiltSimulation, answers: Sequence[Answered], steps: Sequenc
     first, last = (np.array([getattr(answer, at) for answer in done]) for at in ("first_token", "last_token"))
     lengths = np.array([answer.output_tokens for answer in done])
     control = built.control
-    exchanges: dict[tuple[str, ...], tuple[float, float]] = {}
+    exchanges: dict[str, tuple[float, float]] = {}
     for chunk in [] if control is None else control.chunks:
         begin, end = exchanges.get(chunk.instance, (chunk.time, chunk.end))
         exchanges[chunk.instance] = min(begin, chunk.time), max(end, chunk.end)
