@@ -97,7 +97,7 @@ def calibrated(
     if memory_gb is None:
         trace = further(scaled(trace, BUSIEST / compute_share(trace, cost, BATCHED, DEVICES).max(), rng))
         demand = kv_demand(unlimited, trace)
-        tokens = max(PROVISION * float(demand.mean()) / DEVICES, (longest or 0) + 1000)
+        tokens = max(PROVISION * float(demand.mean()) / DEVICES, (longest or 0) + 2500)
         memory_gb = memory_for(tokens, hosts, longest)
     else:
         tokens = kv_tokens(cluster_of(memory_gb, hosts=hosts, longest=longest)) * DEVICES

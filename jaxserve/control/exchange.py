@@ -170,12 +170,16 @@ class PageExchange:
         return max(1, min(int(max(self._stage_seconds) / self._cost.seconds), most))
 
     def _measured(self, core: MovableCore) -> float:
-        """Return the seconds that a stage takes for the sequences that run now."""
-        running = core.scheduler.running
+        """Return the seconds that a stage takes for what there is to compute now, prompts included."""
+        scheduler = core.scheduler
+        running, limits = scheduler.running, scheduler.limits
         if core.cost is None or not running:
             return USUAL_SECONDS
         count, context = len(running), sum(sequence.num_computed for sequence in running)
-        return core.cost.seconds(StepLoad(count, count, count, context, 0)) / self._stages
+        left = sum(len(sequence.tokens) - sequence.num_computed - 1 for sequence in running)
+        prompts = min(max(0, left) + scheduler.waiting_tokens, limits.max_tiles * limits.tile)
+        load = StepLoad(count + prompts, count, count, context, prompts * (prompts + 1))
+        return core.cost.seconds(load) / self._stages
 
     def _pages_of(self, rows: Iterable[int]) -> set[int]:
         """Return the pages of rows in all lanes, but for the null page."""

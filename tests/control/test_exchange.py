@@ -16,10 +16,16 @@ class Core:
     """What an exchange needs of a core: sequences, each with its pages, and the pages in use."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], cached: Sequence[int] = ()):
-        running = [SimpleNamespace(pages=list(pages), num_computed=100) for pages in sequences]
+        running = [SimpleNamespace(pages=list(pages), num_computed=100, tokens=[0] * 101) for pages in sequences]
         pages = SimpleNamespace(occupied={page for s in running for page in s.pages} | set(cached))
-        self.scheduler = SimpleNamespace(running=running, pages=pages, num_held=0)
-        self.cost = SimpleNamespace(seconds=lambda load: 0.02)
+        self.scheduler = SimpleNamespace(
+            running=running,
+            pages=pages,
+            num_held=0,
+            waiting_tokens=0,
+            limits=SimpleNamespace(max_tiles=4, tile=10),
+        )
+        self.cost = SimpleNamespace(seconds=lambda load: 0.02 + 0.001 * (load.tokens - load.sequences))
         self.away: set[int] = set()
         self.lost = False
 
@@ -118,6 +124,13 @@ def test_rows_go_in_the_order_of_the_sequences_and_cached_ones_last() -> None:
 def test_a_chunk_takes_as_long_as_the_step_of_a_stage() -> None:
     run = Exchanging([Core([pages_of(range(100))])], seconds=0.001, most=1000).run()
     assert {len(chunk) for chunk in run.host.sent} == {10}, "0.02 s of two stages, 0.001 s for each row"
+
+
+def test_a_chunk_is_larger_while_steps_compute_prompts() -> None:
+    core = Core([pages_of(range(100))])
+    core.scheduler.waiting_tokens = 500
+    run = Exchanging([core], seconds=0.001, most=1000).run()
+    assert len(run.host.sent[0]) == 30, "0.02 s and 0.04 s for a step's most tokens, of two stages"
 
 
 def test_chunks_on_their_way_fit_into_the_memory() -> None:
