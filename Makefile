@@ -30,7 +30,7 @@ serve: $(RUNTIME) $(NATIVE) ## serve the bundled model (HOST, PORT, ARGS="MODEL 
 demo: $(RUNTIME) $(NATIVE) ## watch precision and KV cache follow a burst: writes build/demo/report.html and result.json
 	@$(BIN)/python -m bench.demo $(ARGS)
 
-demo-cluster: $(RUNTIME) $(NATIVE) ## watch instances merge for long prompts and split again (DEVICES=auto|virtual|gpu)
+demo-cluster: $(RUNTIME) $(NATIVE) ## watch instances merge, split, drop layers and restore them (DEVICES=auto|virtual|gpu, ARGS=--fail)
 	@$(BIN)/python -m bench.cluster --devices $(DEVICES) $(ARGS)
 
 # Three processes even on two cores, because tests wait for servers; each takes up to about 5 GB.

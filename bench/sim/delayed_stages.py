@@ -1,5 +1,6 @@
 """Stages of a real pipeline that take as long as a formula says, on virtual devices of the CPU."""
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ class DelayedStages:
     """A delay of each stage of an executor until its time by a formula is over, from when it could begin.
 
     A stage can begin a step when it has ended the one before and has its input. What it really computes must take less
-    than the formula says; `late` are the times (s) by which stages ended too late.
+    than the formula says. `late` are the times (s) by which stages ended too late, `dispatch` those (s) that the host took
+    to dispatch a step.
 
     On CPU a program that calls Python runs in the thread that dispatches it if its arguments are ready. They never are:
     a program comes before it that takes some milliseconds.
@@ -31,6 +33,7 @@ class DelayedStages:
 
     def __init__(self, executor: BlockExecutor, cost: TruePipelineCost, stages: int):
         self.late: list[float] = []
+        self.dispatch: list[float] = []
         self._cost, self._loads = cost, Loads(executor.buckets)
         self._seconds: Sequence[deque[float]] = [deque() for _ in range(stages)]  # of the steps to come, by stage
         self._inputs: Sequence[deque[float]] = [deque() for _ in range(stages + 1)]  # when they were there (s)
@@ -40,11 +43,24 @@ class DelayedStages:
         self._execute, self._run_stage = executor.execute, inner._run_stage
         inner.execute, inner._run_stage = self._counted, self._delayed
 
+    def clear(self) -> None:
+        """Forget the times of the steps so far."""
+        self.late.clear()
+        self.dispatch.clear()
+
+    def __str__(self) -> str:
+        host = statistics.median(self.dispatch)
+        return (
+            f"{host * 1e3:.1f} ms for the host to dispatch a step, the latest stage {max(self.late) * 1e3:.1f} ms late"
+        )
+
     def _counted(self, work: Work) -> DispatchedStep:
         for seconds, stage in zip(self._seconds, self._cost.stages(self._loads.of(work)), strict=True):
             seconds.append(stage.seconds)
-        self._inputs[0].append(time.perf_counter())
-        return self._execute(work)
+        self._inputs[0].append(begun := time.perf_counter())
+        step = self._execute(work)
+        self.dispatch.append(time.perf_counter() - begun)
+        return step
 
     def _delayed(
         self, stage: int, shape: StepShape, packed: np.ndarray, x: Array | None

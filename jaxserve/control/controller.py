@@ -289,7 +289,7 @@ def home(plan: InstancePlan, start: Plan, resources: Resources) -> InstancePlan:
         if instance.same_place(plan):
             return replace(instance, name=plan.name)
     usual = plan.with_precisions(start.instances[0].precisions)
-    return usual.with_kv_pages(max(plan.kv_pages, resources.kv_capacity(usual)))
+    return usual.with_kv_pages(resources.kv_capacity(usual))
 
 
 def _log(decision: Decision) -> None:
