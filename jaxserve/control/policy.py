@@ -66,9 +66,7 @@ class ServiceView:
     longest: Callable[[str], int]  # name of an instance -> tokens that the longest of its sequences needs
     is_warm: Callable[[InstancePlan], bool]  # whether all programs that an instance runs are compiled
     used_names: Collection[str] = ()  # of all instances that there have been; new ones get others
-    exchanging: Collection[
-        str
-    ] = ()  # of instances whose KV pages are on their way; they cannot change before that ends
+    exchanging: Collection[str] = ()  # instances whose KV pages are on their way; they cannot change before that ends
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,7 @@ class PlanProposal(Generic[State]):
     plan: Plan
     state: State
     reason: str = ""
+    keeps: Collection[str] = ()  # names of instances whose own plans shall stay as they are for now
 
 
 @runtime_checkable
@@ -183,7 +182,7 @@ class Chain:
 
     def restructure(self, view: ServiceView, plan: Plan, state: tuple[Any, ...]) -> PlanProposal[tuple[Any, ...]]:
         """Return the proposal of the first policy that wants a change; the ones before it have had their reasons."""
-        states, reasons = list(state), []
+        states, reasons, keeps = list(state), [], set[str]()
         for index, policy in enumerate(self.policies):
             if not isinstance(policy, StructuralPolicy):
                 continue
@@ -192,7 +191,8 @@ class Chain:
             if proposal.plan.instances != plan.instances:
                 return PlanProposal(proposal.plan, tuple(states), proposal.reason)
             reasons.append(proposal.reason)
-        return PlanProposal(plan, tuple(states), "; ".join(filter(None, reasons)))
+            keeps.update(proposal.keeps)
+        return PlanProposal(plan, tuple(states), "; ".join(filter(None, reasons)), keeps)
 
     def largest_tp(self, plan: Plan) -> int:
         structural = (policy for policy in self.policies if isinstance(policy, StructuralPolicy))

@@ -111,6 +111,8 @@ class StructureController:
         """
         self._lost.clear()
         self._policy, self._asked = policy, None
+        # Names of instances whose own plans the policy wants to stay; None: of all, until it is asked again.
+        self._kept: frozenset[str] | None = frozenset()
         self._state = self._state_when_done = state
         self.note = ""
         self.failures = Failures()
@@ -142,7 +144,8 @@ class StructureController:
 
     def holds(self, name: str) -> bool:
         """Return whether the plan of an instance has to stay as it is for now."""
-        return self.target is not None or name in self.exchanging
+        kept = self._kept is None or name in self._kept
+        return self.target is not None or kept or name in self.exchanging
 
     @property
     def exchanging(self) -> frozenset[str]:
@@ -200,10 +203,11 @@ class StructureController:
         plan = self._in_force.plan
         self._asked = asked = object()
         reason, error, change, wanted = "the policy failed", "", None, plan
-        waits = ""
+        waits, kept = "", frozenset[str]()
         try:
             proposal = policy.restructure(view, plan, self._state)
             reason, wanted, state = proposal.reason, proposal.plan, proposal.state
+            kept = frozenset(proposal.keeps)
             if wanted.instances != plan.instances and not (waits := self._waits_for_devices(wanted)):
                 change = structural_change(plan, wanted, self._resources)
                 if not has_same_instances(plan, wanted):
@@ -226,6 +230,8 @@ class StructureController:
                 self._state, self.note = state, reason
             else:
                 self._begin(now, reason, wanted, change, state, instances)
+                return
+            self._kept = kept
 
     def _waits_for_devices(self, plan: Plan) -> str:
         """Return which devices of a plan have failed; "" if none has."""
@@ -364,6 +370,7 @@ class StructureController:
         if outcome == "done":
             self._state = self._state_when_done
             self.failures = Failures()
+            self._kept = None if isinstance(self._policy, StructuralPolicy) else frozenset()
         else:
             self._fail(now)
 

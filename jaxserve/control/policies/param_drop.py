@@ -71,7 +71,20 @@ class ParamDropPolicy(KeepsPlans):
         for name, since in state.roomy_since.items():
             if view.time - since >= self.settings.hold and name not in view.exchanging:
                 return self._restore(view, plan, state, plan.instance(name))
-        return PlanProposal(plan, state)
+        return PlanProposal(plan, state, keeps=self._kept(view, plan, state))
+
+    def _kept(self, view: ServiceView, plan: Plan, state: DropState) -> list[str]:
+        """Return the instances whose layers need not change for want of pages, if another policy changes layers.
+
+        These are the ones that may soon drop layers, and groups that have pages left. Instances that have changed
+        already may change back.
+        """
+        precisions = state.start.instances[0].precisions
+        able = [each for each in plan.instances if each.lanes == 1 and self._may_share(view, each, state)]
+        used = {each.name: self._usage_with_next(_seen(view, each)) for each in plan.instances}
+        soon = [each for each in able if len(able) > 1 and used[each.name] > self.settings.release_usage]
+        groups = (each for each in plan.instances if each.lanes > 1 and used[each.name] <= self.settings.drop_usage)
+        return [each.name for each in (*soon, *groups) if each.precisions == precisions]
 
     # -- drop
 
@@ -87,7 +100,7 @@ class ParamDropPolicy(KeepsPlans):
 
     def _usage_with_next(self, seen: Snapshot) -> float:
         """Return the share of an instance's KV pages that would be in use with one more of its waiting sequences."""
-        following = seen.waiting_tokens / seen.num_waiting / self._resources.page_size
+        following = seen.waiting_tokens / max(1, seen.num_waiting) / self._resources.page_size
         return (seen.kv_pages_used + following) / max(1, seen.kv_pages_total)
 
     def _lacking(self, seen: Snapshot) -> int:
