@@ -24,7 +24,7 @@ class DelayedStages:
     """A delay of each stage of an executor until its time by a formula is over, from when it could begin.
 
     A stage can begin a step when it has ended the one before and has its input. What it really computes must take less
-    than the formula says. `late` are the times (s) by which stages ended too late, `dispatch` those (s) that the host
+    than the formula says. `late` are the times (s) by which stages ended too late, and `dispatch` those that the host
     took to dispatch a step.
 
     On CPU a program that calls Python runs in the thread that dispatches it if its arguments are ready. They never are:

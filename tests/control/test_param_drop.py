@@ -99,6 +99,28 @@ def test_layers_are_dropped_for_a_sequence_that_does_not_fit_into_the_free_pages
     assert policed.lanes == [1, 1, 2]
 
 
+def test_neighbours_share_their_layers_first_where_pages_are_lacking() -> None:
+    policed = Policed()
+    policed.load(1.0, 0)
+    seen = policed.seen["2"]
+    policed.seen["2"] = replace(seen, num_waiting=1, waiting_tokens=100 * SIZE, oldest_wait=1.0)
+    proposal = policed.ask()
+    (group,) = (plan for plan in proposal.plan.instances if plan.lanes > 1)
+    assert group.devices == {2, 3}
+
+
+def test_layers_need_not_change_before_they_are_dropped_or_while_a_group_has_pages() -> None:
+    policed = Policed()
+    policed.load(0.8)
+    assert set(policed.ask().keeps) == {"0", "1", "2", "3"}
+    policed.load(0.2)
+    assert not policed.ask().keeps, "there is no want of pages"
+    policed = dropped(100)
+    policed.load(0.8)
+    (group,) = (plan.name for plan in policed.plan.instances if plan.lanes > 1)
+    assert group in policed.ask().keeps
+
+
 def test_no_layer_is_dropped_for_a_wait_of_a_moment() -> None:
     policed = Policed()
     policed.load(1.0, 100, wait=0.01)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 
 from jaxserve.control.drop_plan import drop_plan
 from jaxserve.control.groups import can_restore, grouped_plan, restored_plans
@@ -114,9 +115,9 @@ class ParamDropPolicy(KeepsPlans):
     def _drop(self, view: ServiceView, plan: Plan, state: DropState, required: int) -> PlanProposal[DropState]:
         words, start = f"waiting sequences lack {required} KV pages", state.start.instances[0]
         able = self._next_to_share([each for each in plan.instances if self._may_share(view, each, state)])
-        sized = sorted(able, key=lambda each: -self._lacking(_seen(view, each)))  # sequences stay where they wait
         found = drop_plan(
-            [(each,) * each.lanes for each in sized],  # an instance counts as many times as it has lanes
+            # An instance counts as many times as it has lanes.
+            [(each,) * each.lanes for each in self._in_pairs(view, able)],
             required,
             partial(self._freed, start),
             self._resources.max_lanes,
@@ -136,6 +137,16 @@ class ParamDropPolicy(KeepsPlans):
             return PlanProposal(plan, state, f"{words}, and no layers are left to drop: sequences are preempted")
         rest = "" if found.suffices else f"; {required - found.freed} are still lacking, and sequences are preempted"
         return PlanProposal(changed, state, f"{words}, and dropping layers frees {found.freed}{rest}")
+
+    def _in_pairs(self, view: ServiceView, able: Sequence[InstancePlan]) -> list[InstancePlan]:
+        """Return instances in pairs of neighbours, whose programs are compiled ahead, the pair that lacks most first.
+
+        Sequences then stay where they wait.
+        """
+        ordered = sorted(able, key=lambda each: min(each.devices))
+        pairs = [ordered[first : first + 2] for first in range(0, len(ordered), 2)]
+        pairs.sort(key=lambda pair: (len(pair) < 2, -sum(self._lacking(_seen(view, each)) for each in pair)))
+        return list(chain.from_iterable(pairs))
 
     def _next_to_share(self, able: Sequence[InstancePlan]) -> Sequence[InstancePlan]:
         """Return the instances that may join now: the smallest of which there are several.
