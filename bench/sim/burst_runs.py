@@ -171,7 +171,7 @@ def requests_of(trace: Trace) -> list[SimRequest]:
 
 @dataclass(frozen=True)
 class Busy:
-    """What the stages of a pipeline did for one step."""
+    """The time that the stages of a pipeline computed for one step."""
 
     time: float  # s
     busy: float  # s, of all stages
@@ -180,7 +180,7 @@ class Busy:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a system made of a trace. Times are those of answered requests."""
+    """The result of a system on a trace. Times are those of answered requests."""
 
     arrival: Floats
     prompts: NDArray[np.int64]  # tokens

@@ -71,7 +71,8 @@ class DeviceRegroupActuator:
 
     def close(self) -> None:
         """End the threads, and drop regroups that have not ended. May be called several times."""
-        for thread in (self._thread, *self._beside):
+        self._thread.close()
+        for thread in self._beside:  # to which no other thread adds any more
             thread.close()
 
     def _new_thread(self) -> ProcedureThread:

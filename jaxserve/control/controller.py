@@ -148,11 +148,6 @@ class Controller:
         return changing or bool(structure.exchanging)
 
     @property
-    def exchanging(self) -> frozenset[str]:
-        """The names of instances whose KV pages are on their way."""
-        return self._structure.exchanging
-
-    @property
     def notes(self) -> Mapping[str, str]:
         """Why the policy keeps the plans of instances, by their names."""
         return {name: instance.note for name, instance in self._instances.items() if instance.note}

@@ -46,7 +46,7 @@ class ExchangeHost(Protocol):
 
 @dataclass
 class Exchanged:
-    """What an exchange has done."""
+    """The work that an exchange has done, and what it has cost."""
 
     chunks: int = 0
     bytes: int = 0  # that have crossed links between devices
@@ -56,7 +56,7 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class RowCost:
-    """What it takes to exchange one row between all devices."""
+    """The cost of the exchange of one row between all devices."""
 
     seconds: float
     bytes: int  # that cross links between devices
@@ -79,7 +79,7 @@ class PageExchange:
         self._instances: list[GroupedInstance] = []
         self._rows: deque[int] = deque()
         self._on_their_way: deque[_Chunk] = deque()
-        self._stage_seconds: list[float] = []  # of each instance; read and set between its steps
+        self._stage_seconds: list[float] = []  # of each instance, as of its latest chunk
         self._began = self._counted = 0.0
         self.done = Exchanged()
 

@@ -23,7 +23,7 @@ Lane = tuple[str, int]  # a layer, and one of the lanes of its pool
 
 @dataclass(frozen=True)
 class LanePlace:
-    """Where a lane of each layer's pool is: the number of the instance, its pools, and its lane there."""
+    """The place of a lane of each layer's pool: the number of the instance, its pools, and its lane there."""
 
     instance: int
     pools: Pools

@@ -13,7 +13,7 @@ LANES = 2
 
 
 class Core:
-    """What an exchange needs of a core: sequences, each with its pages, and the pages in use."""
+    """A core as exchanges see it: sequences, each with its pages, and the pages in use."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], cached: Sequence[int] = ()):
         running = [SimpleNamespace(pages=list(pages), num_computed=100, tokens=[0] * 101) for pages in sequences]

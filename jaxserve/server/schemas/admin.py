@@ -64,7 +64,7 @@ class DeviceUse(AdminResponse):
 
 
 class StageState(AdminResponse):
-    """Where a stage of an instance runs, and how many decoder layers it has."""
+    """The devices of an instance's stage, and the number of its decoder layers."""
 
     devices: list[int]
     layers: int
