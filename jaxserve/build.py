@@ -272,8 +272,8 @@ def build(
 def _block_store(resolved: Resolved, memory: str | None) -> BlockStore:
     """Return the store of all instances' parameters. Variants lie in host memory of kind `memory`, if there is one."""
     host_is_device = memory is None and resolved.devices[0].platform == "cpu"
-    pinned = None
-    if memory is not None and resolved.variants:
+    pinned, may_drop = None, resolved.limits.max_lanes > 1
+    if memory is not None and (resolved.variants or may_drop):
         pinned = PinnedMemory(memory)
         first, *others = ([_placement(resolved, s) for s in i.stages] for i in resolved.plan.instances)
         pinned.check({pair for stages in (first, *others) for pair in zip(first, stages, strict=True)})
@@ -283,6 +283,7 @@ def _block_store(resolved: Resolved, memory: str | None) -> BlockStore:
         resolved.variants,
         host_is_device=host_is_device,
         pinned=pinned,
+        may_drop=may_drop,
     )
 
 

@@ -87,7 +87,8 @@ class BlockStore:
     Variants that layers may change to are read or rounded once, and held in the host's memory for all instances. Where
     the host is the device, layers run on the held arrays themselves. There full precision is not held: it is read from
     the checkpoint's files, and must be what was loaded at the start. Elsewhere all variants are held, in pinned memory
-    if possible.
+    if possible. The same holds for all other blocks if instances may drop blocks that they have in common: the one that
+    is left may be lost with its device.
 
     What other devices have is not read again. The devices of a placement take their shares from copies of the same
     block and precision: from one on the same device, else from one on another device. The rest comes from the host.
@@ -101,20 +102,27 @@ class BlockStore:
         *,
         host_is_device: bool = False,
         pinned: PinnedMemory | None = None,
+        may_drop: bool = False,
     ):
         """Take the precisions that layers may change to, and a `model` that is padded for tensor parallelism.
 
+        `may_drop` says whether instances may drop blocks that they have in common.
         Make the store before any layer is read: what is read again later must be what was loaded first.
         """
         self.traffic = Traffic()
         self._source, self._model, self._host_is_device = source, model, host_is_device
         self._held = HeldVariants(
-            self._read, variants, host_is_device=host_is_device, pinned=pinned, max_degree=model.shards
+            self._read,
+            variants,
+            host_is_device=host_is_device,
+            pinned=pinned,
+            max_degree=model.shards,
+            all_blocks=may_drop,
         )
         self._copier = ShardCopier(model.shards, self.traffic)
         self._copies: dict[tuple[str, str, Placement], _DeviceCopy] = {}
         self._lock = threading.Lock()  # for the references
-        if variants and host_is_device:
+        if (variants or may_drop) and host_is_device:
             source.remember()
 
     def hold(self, block: str, precision: str, placement: Placement) -> None:

@@ -1,4 +1,4 @@
-"""Variants that layers may change to, held in the host's memory for all instances."""
+"""Blocks that are needed again while serving, held in the host's memory for all instances."""
 
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -17,8 +17,9 @@ Variant = Mapping[str, Any]  # parameters by name, whose arrays are host or pinn
 
 
 class HeldVariants:
-    """Variants of decoder layers, each read or rounded once. Thread-safe.
+    """Blocks in the precisions in which they are needed again, each read or rounded once. Thread-safe.
 
+    These are the variants that decoder layers may change to, and all blocks if devices may lose some of them.
     Where the host is the device, layers run on the held arrays, which are therefore cut as devices share them.
     Instances of different degrees need different cuts of the same arrays. What is contiguous in memory is not copied
     for another cut, and `drop` gives up a cut that nobody uses.
@@ -32,9 +33,13 @@ class HeldVariants:
         host_is_device: bool,
         pinned: PinnedMemory | None,
         max_degree: int,
+        all_blocks: bool = False,
     ):
-        """Take a function that reads a block from the checkpoint, and the precisions that layers may change to."""
-        self._read, self._precisions = read, frozenset(precisions)
+        """Take a function that reads a block from the checkpoint, and the precisions that layers may change to.
+
+        With `all_blocks`, every block is held in any precision, unless the host is the device.
+        """
+        self._read, self._precisions, self._all_blocks = read, frozenset(precisions), all_blocks
         self._host_is_device, self._pinned, self._max_degree = host_is_device, pinned, max_degree
         self._held: dict[tuple[str, str], dict[int, Variant]] = {}  # by block and precision; by degree
         self._reading = threading.Lock()  # while a variant is read or cut
@@ -42,8 +47,8 @@ class HeldVariants:
 
     def holds(self, block: str, precision: str) -> bool:
         """Return whether a block is held in a precision, from its first use on."""
-        held = precision in BITS or not self._host_is_device
-        return held and is_layer(block) and precision in self._precisions
+        changes = is_layer(block) and precision in self._precisions
+        return changes and precision in BITS if self._host_is_device else changes or self._all_blocks
 
     def get(self, block: str, precision: str, shardings: Mapping[str, NamedSharding]) -> Variant:
         """Return a variant for devices that share it as `shardings` say. It is read now if this is its first use."""

@@ -145,6 +145,17 @@ def test_all_variants_are_held_once_where_the_device_has_memory_of_its_own(sourc
     assert all(leaf.is_deleted() for leaf in (*held, *map(leaves, references)) if isinstance(leaf, jax.Array))
 
 
+@pytest.mark.parametrize("host_is_device", [False, True])
+def test_what_may_be_dropped_is_held_or_checked_when_it_is_read_again(source, host_is_device) -> None:
+    store = BlockStore(source, source.config, host_is_device=host_is_device, may_drop=True)
+    for block in ("embed", "layers.0", "head"):
+        store.acquire(block, "float32", on(0)).release()
+        assert not leaves(store.acquire(block, "float32", on(1)))[0].is_deleted()
+    assert set(source.reads.values()) == {2 if host_is_device else 1}
+    assert source.remembered == ([None] if host_is_device else [])
+    store.close()
+
+
 @pytest.mark.parametrize("released_first", ["embed", "head"])
 def test_tied_embedding_is_freed_once_with_its_last_user(store, released_first) -> None:
     references = {block: store.acquire(block, "float32", on(0)) for block in ("embed", "head")}

@@ -113,7 +113,7 @@ def test_quantised_shards_are_whole_on_every_device(tmp_path: Path, tp: int) -> 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "int4"}])
 def test_shards_add_no_operation_on_one_device(tmp_path: Path, options: dict) -> None:
-    """The programs of a model that is padded for four devices have the same operations as those of one device."""
+    """The programs of a model that is padded for four devices have no other operations than those of one device."""
     if not native.targets():
         pytest.skip("XLA joins gates and ups that lie in several parts")
     model, operations = write(tmp_path, EVEN | {"torch_dtype": "bfloat16"}), []
@@ -126,7 +126,7 @@ def test_shards_add_no_operation_on_one_device(tmp_path: Path, options: dict) ->
             lowered = layer.executable.lower(step.x, *step.context, executor.pools[0], *layer.leaves)
             text = lowered.compile().as_text()
             found = Counter(re.findall(r"= \S+ ([a-z-]+)\(", text))
-            operations.append({name: n for name, n in found.items() if name not in ("parameter", "bitcast")})
+            operations.append(found - Counter({"parameter": found["parameter"], "bitcast": found["bitcast"]}))
         built.close()
     assert operations[:2] == operations[2:]
     assert operations[0]["custom-call"] > 0

@@ -12,10 +12,11 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import EngineFailed
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.executor.faults import Fault
+from jaxserve.executor.host_memory import PINNED, HostMemory, pinned_memory
 from tests.library.adapting import until
 from tests.library.test_merge import DENSE, written
 from tests.library.test_merge_while_serving import collect
-from tests.support.internals import assert_no_record_left
+from tests.support.internals import assert_no_record_left, store_of, wrap_block_reads
 from tests.support.regrouped import OPTIONS
 
 STREAMS = 8
@@ -28,8 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("faults"), DENSE)
 
 
-def built_of(model: Path, **options: Any) -> BuiltEngine:
-    return build(EngineConfig(model=model, **(OPTIONS | GROUPS | SMALL | options)), controlled=True)
+def built_of(model: Path, *, host_memory: HostMemory = pinned_memory, **options: Any) -> BuiltEngine:
+    config = EngineConfig(model=model, **(OPTIONS | GROUPS | SMALL | options))
+    return build(config, controlled=True, host_memory=host_memory)
 
 
 async def drop(built: BuiltEngine) -> None:
@@ -89,6 +91,32 @@ def test_the_survivor_of_a_group_answers_everything(model: Path, expected: list,
             last = built.control.decisions(1)[0]
             assert last["outcome"] == "done"
             assert f"has failed: stage {device}: InjectedFault" in last["reason"]
+            return found
+        finally:
+            await engine.shutdown()
+
+    assert asyncio.run(serve()) == expected
+
+
+def test_a_survivor_reads_no_file_where_devices_have_memory_of_their_own(
+    model: Path, expected: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has a copy of all layers. CPU devices list pinned memory as GPUs do; the test tells them to use it."""
+    built = built_of(model, host_memory=lambda device: PINNED, inject_fault="1:20")
+
+    def fail(*arguments: Any) -> Any:
+        raise AssertionError("a file is read")
+
+    wrap_block_reads(monkeypatch, store_of(built.instances[0].executor), lambda read: fail)
+
+    async def serve() -> list:
+        engine = async_engine(built)
+        try:
+            await drop(built)
+            found = await asyncio.gather(*ask(engine))
+            (survivor,) = built.in_force.plan.instances
+            assert survivor.devices == {0}
+            await check_served(built, engine)
             return found
         finally:
             await engine.shutdown()
