@@ -128,7 +128,8 @@ def test_shards_add_no_operation_on_one_device(tmp_path: Path, options: dict) ->
             found = Counter(re.findall(r"= \S+ ([a-z-]+)\(", text))
             operations.append(found - Counter({"parameter": found["parameter"], "bitcast": found["bitcast"]}))
         built.close()
-    assert operations[:2] == operations[2:]
+    assert all(operations)
+    assert all(padded <= plain for plain, padded in zip(operations[:2], operations[2:], strict=True))
     assert operations[0]["custom-call"] > 0
 
 
