@@ -113,8 +113,8 @@ def test_quantised_shards_are_whole_on_every_device(tmp_path: Path, tp: int) -> 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "int4"}])
 def test_shards_add_no_operation_on_one_device(tmp_path: Path, options: dict) -> None:
-    """The programs of a model that is padded for four devices have no other operations than those of one device."""
-    if not native.targets():
+    """The programs of a model that is padded for four devices have the same operations as those of one device."""
+    if not (native.targets() if options else native.multiplies_all()):
         pytest.skip("XLA joins gates and ups that lie in several parts")
     model, operations = write(tmp_path, EVEN | {"torch_dtype": "bfloat16"}), []
     for max_tp in (1, 4):
@@ -128,8 +128,7 @@ def test_shards_add_no_operation_on_one_device(tmp_path: Path, options: dict) ->
             found = Counter(re.findall(r"= \S+ ([a-z-]+)\(", text))
             operations.append(found - Counter({"parameter": found["parameter"], "bitcast": found["bitcast"]}))
         built.close()
-    assert all(operations)
-    assert all(padded <= plain for plain, padded in zip(operations[:2], operations[2:], strict=True))
+    assert operations[:2] == operations[2:]
     assert operations[0]["custom-call"] > 0
 
 
