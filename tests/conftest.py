@@ -1,8 +1,10 @@
 """Fixtures of all tests, eight virtual CPU devices, and settings with which programs compile quickly."""
 
+import gc
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported anywhere
@@ -45,6 +47,14 @@ TINY = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_collections() -> Iterator[None]:
+    """Leave what earlier modules made out of garbage collections: JAX keeps all it has traced, millions of objects."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

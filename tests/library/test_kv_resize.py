@@ -19,6 +19,7 @@ from jaxserve.planning.resolve import resolve
 from tests.support.canary import Canary
 from tests.support.internals import move_program_of
 from tests.support.sizes import page_bytes
+from tests.support.thorough import some
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32, "memory_gb": 8}
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -89,7 +90,9 @@ def not_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "supports_elastic_pools", lambda: False)
 
 
-@pytest.mark.parametrize("options", [{}, {"tp": 2, "pp": 2}, {"kv_cache_dtype": "int8"}, {"prefix_caching": False}])
+@pytest.mark.parametrize(
+    "options", some([{"tp": 2, "pp": 2}, {}, {"prefix_caching": False}, {"kv_cache_dtype": "int8"}], 2), ids=str
+)
 def test_pool_resizes_change_no_token_and_compile_nothing(tiny_model: Path, options: dict) -> None:
     config = EngineConfig(model=tiny_model, kv_pages=80, max_kv_pages=160, **(OPTIONS | options))
     built = build(config)
@@ -105,7 +108,7 @@ def test_pool_resizes_change_no_token_and_compile_nothing(tiny_model: Path, opti
     built.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"kv_cache_dtype": "int8"}])
+@pytest.mark.parametrize("options", some([{"tp": 2}, {}, {"kv_cache_dtype": "int8"}], 2), ids=str)
 def test_segmented_pool_resizes_change_no_token_and_compile_nothing(
     tiny_model: Path, not_elastic: None, options: dict
 ) -> None:

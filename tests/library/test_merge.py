@@ -16,6 +16,7 @@ from jaxserve.engine.client import TextPrompt
 from jaxserve.kernels.native import kv as native
 from tests.conftest import TINY
 from tests.support.regrouped import Change, Regrouped
+from tests.support.thorough import some
 
 DENSE = TINY | {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
 EXPERTS = DENSE | {
@@ -105,17 +106,17 @@ def check_close(left: Any, right: Any, tolerance: float) -> None:
             assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("config", "options"),
-    [
-        (DENSE, {}),
-        (DENSE | {"tie_word_embeddings": True}, INT4 | {"prefix_caching": False}),
-        (EXPERTS, INT4 | {"kv_cache_dtype": "int8"}),
-    ],
-    ids=["dense", "tied int4", "int4 experts and int8 kv"],
-)
-def test_answers_stay_the_same(tmp_path: Path, config: dict, options: dict) -> None:
+CASES = {
+    "dense": (DENSE, {}),
+    "tied int4": (DENSE | {"tie_word_embeddings": True}, INT4 | {"prefix_caching": False}),
+    "int4 experts and int8 kv": (EXPERTS, INT4 | {"kv_cache_dtype": "int8"}),
+}
+
+
+@pytest.mark.parametrize("case", some(CASES, 2))
+def test_answers_stay_the_same(tmp_path: Path, case: str) -> None:
     """Whether instances merge and split at once or layer by layer."""
+    config, options = CASES[case]
     model = written(tmp_path, config)
     engine = Regrouped(model, **(SMALL | options))
     try:

@@ -12,7 +12,7 @@ from tests.library.test_merge import DENSE, KINDS, SMALL, answers, check_same, p
 from tests.library.test_regroup_faults import held
 from tests.support.regrouped import Regrouped
 
-REGROUPS = max(24, int(os.environ.get("REGROUP_EXAMPLES", "0")) // 10)
+REGROUPS = max(12, int(os.environ.get("REGROUP_EXAMPLES", "0")) // 10)
 
 
 def all_answers(engine: Regrouped, count: int) -> list[str]:
