@@ -179,7 +179,7 @@ def test_layers_return_when_the_members_own_pages_suffice_for_long() -> None:
     assert {plan.kv_pages for plan in policed.plan.instances} == {PAGES + 1}
 
 
-@pytest.mark.parametrize(("used", "trend", "lacking"), [(0.75, 0.0, 0), (0.4, 0.1, 0), (0.4, 0.0, PAGES)])
+@pytest.mark.parametrize(("used", "trend", "lacking"), [(0.55, 0.0, 0), (0.4, 0.1, 0), (0.4, 0.0, PAGES)])
 def test_layers_do_not_return_while_usage_is_high_or_rises_or_much_waits(
     used: float, trend: float, lacking: int
 ) -> None:

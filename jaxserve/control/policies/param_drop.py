@@ -28,7 +28,7 @@ class DropSettings:
 
     drop_usage: float = 0.9  # share of an instance's KV pages in use, with those for one more of its waiting sequences
     drop_wait: float = 0.1  # s that a sequence has waited
-    release_usage: float = 0.7  # largest share of the members' own KV pages in use, or soon, when layers are restored
+    release_usage: float = 0.5  # largest share of the members' own KV pages in use, or soon, when layers are restored
     hold: float = 5.0  # s for which that must have been so
 
     def __post_init__(self) -> None:
