@@ -4,7 +4,8 @@ An engine of one device records its steps: one chunk after prefixes of several l
 cache; several chunks at once; and chunks beside sequences that decode. a, b and g of `scheduler.chunk_cost` are fitted
 to four fifths of the cases, and the error is that of the others. A case is what a step computes, and its time that of
 its fastest step, since other programs only make steps longer. Beside it are the errors of costs that count tokens
-alone. With `--log`, the steps of a step log (`--step-log`) of any engine of one device are fitted instead.
+alone. Which tokens a step computes depends on the kernels (`COUNTS`): the count that fits the fitted cases best is
+used. With `--log`, the steps of a step log (`--step-log`) of any engine of one device are fitted instead.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +30,24 @@ from jaxserve.scheduler.chunk_cost import ChunkCost
 HELD_OUT = 5  # every fifth case
 LEAST = 3  # steps of a case; the time of one that was seen less often may be another program's
 FLOOR = 3  # first token that prompts may have
-Case = tuple[str, int, int]  # kind of the step, pairs of tokens that attention multiplies, tokens of tiles and decodes
+ALONE = "decodes alone"
+Case = tuple[str, int, float]  # kind of the step, pairs of tokens that attention multiplies, tokens
 Cost = Callable[[float, float], float]
+
+
+def _padding(step: Step, tile: int) -> int:
+    return step.tiles * tile - step.prompt_tokens
+
+
+# The tokens of a step that are computed, by what of its padding the kernels leave out.
+COUNTS: Mapping[str, Callable[[Step, int], float]] = {
+    "all padding of the step's shape is computed": lambda step, tile: step.tokens,
+    "the padding of tiles is computed": lambda step, tile: step.tiles * tile + step.sequences,
+    # Native CPU kernels leave out what no prompt follows. Chunks of a step have about the same padding here.
+    "the padding of tiles between two prompts is computed": lambda step, tile: (
+        step.tiles * tile - _padding(step, tile) / max(1, step.chunks) + step.sequences
+    ),
+}
 
 
 def record(config: EngineConfig, budget: int, repeats: int) -> Path:
@@ -91,20 +109,20 @@ class Load:
         return [self._random.randrange(FLOOR, self._engine.info.vocab_size) for _ in range(count)]
 
 
-def cases_of(steps: Sequence[Step], tile: int) -> dict[Case, float]:
-    """Return the least seconds of each case, counted from the end of the step before or from the begin."""
+def cases_of(steps: Sequence[Step], count: Callable[[Step], float]) -> dict[Case, float]:
+    """Return the least seconds of each case, from the end of the step before or from the begin. `count`: its tokens."""
     seconds: dict[Case, list[float]] = defaultdict(list)
     for before, step in zip((None, *steps), steps, strict=False):
         start = step.begun if before is None else max(before.ended, step.begun)
         attended = step.prefill + step.context + step.sequences
-        seconds[kind(step), attended, step.tiles * tile + step.sequences].append(step.ended - start)
+        seconds[kind(step), attended, count(step)].append(step.ended - start)
     return {case: min(times) for case, times in seconds.items() if len(times) >= LEAST}
 
 
 def kind(step: Step) -> str:
     """Return what a step computes, in words."""
     if step.chunks == 0:
-        return "decodes alone"
+        return ALONE
     if step.sequences:
         return "chunks and decodes"
     return "one chunk" if step.chunks == 1 else "several chunks"
@@ -125,11 +143,39 @@ def fits(cases: Mapping[Case, float]) -> Iterator[tuple[str, Cost, str]]:
     yield "tokens alone", lambda q, c: each * c, f"b {each:.3g} s"
 
 
+def best_count(steps: Sequence[Step], tile: int, *, decodes: bool) -> tuple[str, dict[Case, float]]:
+    """Return the count of tokens with the smallest error on the cases that are fitted, and all cases with it."""
+    by_count = {
+        name: {
+            case: seconds
+            for case, seconds in cases_of(steps, partial(count, tile=tile)).items()
+            if decodes or case[0] != ALONE
+        }
+        for name, count in COUNTS.items()
+    }
+    return min(by_count.items(), key=lambda item: error_of_fit(item[1]))
+
+
+def divided(cases: Mapping[Case, float]) -> tuple[dict[Case, float], dict[Case, float]]:
+    """Return the cases that are fitted, and those that are held out."""
+    ordered = sorted(cases.items())
+    return (
+        {case: seconds for index, (case, seconds) in enumerate(ordered) if index % HELD_OUT},
+        {case: seconds for index, (case, seconds) in enumerate(ordered) if index % HELD_OUT == 0},
+    )
+
+
+def error_of_fit(cases: Mapping[Case, float]) -> float:
+    """Return the mean relative error of a, b and g on the cases that they are fitted to."""
+    fitted, _ = divided(cases)
+    _, cost, _ = next(fits(fitted))
+    errors = [abs(cost(attended, tokens) / seconds - 1) for (_, attended, tokens), seconds in fitted.items()]
+    return float(np.mean(errors))
+
+
 def report(cases: Mapping[Case, float]) -> list[str]:
     """Return lines with the fitted costs, and their mean relative errors by the kind of a step."""
-    ordered = sorted(cases.items())
-    fitted = {case: seconds for index, (case, seconds) in enumerate(ordered) if index % HELD_OUT}
-    held_out = {case: seconds for index, (case, seconds) in enumerate(ordered) if index % HELD_OUT == 0}
+    fitted, held_out = divided(cases)
     lines = [f"{len(fitted)} cases fitted, {len(held_out)} held out; mean relative error (90th percentile)"]
     for name, cost, words in fits(fitted):
         errors: dict[str, list[float]] = defaultdict(list)
@@ -169,11 +215,10 @@ def main() -> None:
     )
     log = options.log or record(config, options.budget, options.repeats)
     recorded = read_log(log)
-    cases = cases_of(recorded.steps, recorded.facts["buckets"]["tile"])
-    if not options.decodes:
-        cases = {case: seconds for case, seconds in cases.items() if case[0] != "decodes alone"}
+    name, cases = best_count(recorded.steps, recorded.facts["buckets"]["tile"], decodes=options.decodes)
     here = describe_environment()
     print(", ".join(str(here[key]) for key in ("cpu", "gpus", "cores", "packages") if key in here))
+    print(f"{name}:")
     print("\n".join(report(cases)))
 
 
