@@ -21,6 +21,11 @@ from jaxserve.scheduler.lookahead import MicrobatchLimits, Portion, first_piece,
 from jaxserve.scheduler.scheduler import Scheduler, SchedulerLimits
 
 
+# Of a microbatch: the least work that makes one more than there are stages. Less joins the next one whose tokens come,
+# as otherwise a few sequences that have begun apart would make every stage read its weights once more for each token.
+LEAST_MORE = 0.5
+
+
 class PipelinedScheduler(Scheduler):
     """A scheduler that divides all work, in flight and ready, equally among the stages of a pipeline."""
 
@@ -83,6 +88,8 @@ class PipelinedScheduler(Scheduler):
             return []
         ready = sum(cost.added(portion.prefix, portion.length) for portion in queue)
         share, limits = (ready + sum(self._in_flight)) / self.microbatches, self._microbatch_limits()
+        if len(self._in_flight) >= self.microbatches and ready < LEAST_MORE * share:
+            return []
         batch = lookahead(queue, cost, limits, ready / share)[0]
         prompt = next((portion for portion in queue if not portion.decode), None)
         if prompt is not None and all(portion.decode for portion in batch):
