@@ -37,6 +37,7 @@ class CheckedPipeline(CheckedScheduler):
             by_tokens=by_tokens,
         )
         self.in_flight: deque[Work] = deque()
+        self.depth = microbatches
 
     @property
     def idle(self) -> bool:
@@ -52,7 +53,7 @@ class CheckedPipeline(CheckedScheduler):
             assert len(set(map(id, tokens))) == len(tokens)
             self.in_flight.append(work)
         assert work or self.in_flight or self.scheduler.num_preemptions, "there is work, and nothing is computed"
-        if self.in_flight and (not work or len(self.in_flight) == self.microbatches):
+        if self.in_flight and (not work or len(self.in_flight) == self.depth):
             self.give_tokens(self.in_flight.popleft())
             self.scheduler.ended()
         return work
@@ -122,6 +123,18 @@ def test_unequal_microbatches_become_equal_in_one_round() -> None:
             checked.step()
     steps = [checked.step() for _ in range(12)]
     assert {len(step.decodes) for step in steps[3:]} <= {3, 4, 5}
+
+
+def test_sequences_that_begin_apart_join_the_microbatches_of_others() -> None:
+    """With a step more in flight than stages, as an engine has it."""
+    checked = CheckedPipeline(pages=200, most=200, seqs=12, microbatches=2)
+    checked.depth = 3
+    for _ in range(12):
+        checked.add([1], 90)
+        for _ in range(3):
+            checked.step()
+    works = [checked.step() for _ in range(40)]
+    assert {len(work.decodes) for work in works if work} <= {5, 6, 7}
 
 
 def test_a_prompt_alone_is_in_several_stages_at_once() -> None:
