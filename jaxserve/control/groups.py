@@ -20,8 +20,10 @@ def grouped_plan(members: Sequence[InstancePlan], name: str, resources: Resource
 
     Every device keeps consecutive blocks of those that it has: equally many layers if they divide, so that devices
     trade all arrays, and otherwise so that the fullest device has as much room for KV pages as possible. Raise
-    `PlanError` if some device would have to take a layer that it has not, or none at all.
+    `PlanError` if some device would have to take a layer that it has not, or none at all, or if a member is draining.
     """
+    if drained := next((member.name for member in members if member.draining), None):
+        raise PlanError(f"instance {drained} is draining: a group would take new requests again (undrain it first)")
     lanes = sum(member.lanes for member in members)
     rows = max(member.kv_pages // member.lanes for member in members)
     stages = sorted((stage for member in members for stage in member.stages), key=_middle)
@@ -45,7 +47,8 @@ def restored_plans(
 ) -> tuple[InstancePlan, ...]:
     """Return the plans of the instances that a group becomes, each with all layers and stages as `start`.
 
-    Layers keep the precisions that they have in the group. `pages` are the KV pages of each, by default its share.
+    Layers keep the precisions that they have in the group, and instances drain if the group does. `pages` are the KV
+    pages of each, by default its share.
     Raise `PlanError` if the group's stages are not those of instances such as `start`.
     """
     count, precisions = whole.lanes, whole.precisions
@@ -65,7 +68,7 @@ def restored_plans(
             replace(stage, devices=parts[index].devices, kv_pages=pages, lanes=1)
             for stage, parts in zip(start.stages, by_stage, strict=True)
         )
-        made.append(InstancePlan(stages, name, limit).with_precisions(precisions))
+        made.append(InstancePlan(stages, name, limit, whole.draining).with_precisions(precisions))
     return tuple(made)
 
 

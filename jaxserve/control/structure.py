@@ -236,7 +236,7 @@ class StructureController:
     def _waits_for_devices(self, plan: Plan) -> str:
         """Return which devices of a plan have failed; "" if none has."""
         lost = sorted(self._lost & {device for instance in plan.instances for device in instance.devices})
-        return f"device {', '.join(map(str, lost))}, which failed" if lost else ""
+        return f"device {', '.join(map(str, lost))}, which failed (set another plan or policy)" if lost else ""
 
     def _waits_for(self, view: ServiceView, plan: Plan, change: StructuralChange) -> str:
         """Return what has to come before the instances of a plan can begin; "" for nothing."""

@@ -167,3 +167,11 @@ def test_joined_ids_can_be_reversed_and_keep_rows_together(lanes: list[int], pag
         joined = ids.joined(part, page)
         assert ids.own(part, joined) == page
         assert joined // ids.count == page // own
+
+
+def test_an_instance_that_drains_joins_no_group_and_a_group_that_drains_becomes_instances_that_drain() -> None:
+    first, second = START.instances[:2]
+    with pytest.raises(PlanError, match=f"instance {second.name} is draining: .*undrain it first"):
+        grouped(first, second.with_draining(True))
+    parts = restored_plans(grouped(first, second).with_draining(True), ["a", "b"], first)
+    assert [part.draining for part in parts] == [True, True]
