@@ -20,7 +20,6 @@ from jaxserve.scheduler.chunk_cost import TOKENS, ChunkCost
 from jaxserve.scheduler.lookahead import MicrobatchLimits, Portion, first_piece, lookahead
 from jaxserve.scheduler.scheduler import Scheduler, SchedulerLimits
 
-
 # Of a microbatch: the least work that makes one more than there are stages. Less joins the next one whose tokens come,
 # as otherwise a few sequences that have begun apart would make every stage read its weights once more for each token.
 LEAST_MORE = 0.5

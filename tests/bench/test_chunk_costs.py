@@ -20,8 +20,8 @@ def steps(count: str) -> list[Step]:
         shape = TILE << (tiles - 1).bit_length()
         prefill = chunks * int(pairs(prefix, length))
         for _ in range(3):
-            fields = 0, len(made), begun, begun, 0.0, shape + sequences, 8, sequences, 0, prefill, chunks, chunks * length
-            step = Step(*fields, version=0, tiles=tiles)
+            load = shape + sequences, 8, sequences, 0, prefill
+            step = Step(0, len(made), begun, begun, 0.0, *load, chunks, chunks * length, version=0, tiles=tiles)
             begun += A * (prefill + sequences) + B * COUNTS[count](step, TILE) + G
             made.append(step._replace(ended=begun))
     return made

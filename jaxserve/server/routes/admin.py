@@ -81,7 +81,7 @@ async def put_plan(request: Request, state: State) -> Response:
 
 @json_router.patch("/plan", status_code=202, response_model=None, responses=documented(EditedPlan, 202))
 async def patch_plan(body: PlanEditBody, state: State) -> Response:
-    """Merge, split, drop, restore, add, remove or drain instances: make the plan in force with this change the target of `manual`.
+    """Change the instances: make the plan in force with a merge, split, drop or other action the target of `manual`.
 
     The engine changes to the plan while it serves requests.
     """
