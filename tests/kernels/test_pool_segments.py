@@ -66,7 +66,8 @@ def test_write_and_attend_over_segments_has_the_same_bits(native_kernels, name, 
         step(qkv, problem.pool, slots, problem.meta) for problem in (whole, cut(whole, cuts))
     )
     np.testing.assert_array_equal(bits(cut_out), bits(out))
-    np.testing.assert_array_equal(bits(np.concatenate(segments)[: len(pool)]), bits(pool))
+    # Without the null page, which the rows of padding write to in any order.
+    np.testing.assert_array_equal(bits(np.concatenate(segments)[1 : len(pool)]), bits(pool[1:]))
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
