@@ -67,7 +67,7 @@ class Load:
 
     @property
     def errors(self) -> list[str]:
-        """What went wrong with requests."""
+        """The errors of requests, in words."""
         return [record.error for record in (*self.short, *self.long, *self.bursts) if record.error]
 
     async def _send(self, tokens: int, answer: int, start: int, records: list[RequestRecord]) -> RequestRecord:

@@ -25,7 +25,7 @@ COUNT_DEVICES = "import jax; print(0 if jax.default_backend() == 'cpu' else jax.
 
 @dataclass(frozen=True)
 class Setup:
-    """How many instances of one device there are at the start, and on which devices."""
+    """The number of instances of one device at the start, and the kind of their devices."""
 
     instances: int
     virtual: bool

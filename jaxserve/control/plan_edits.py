@@ -38,7 +38,7 @@ class PlanEdit:
 
 @dataclass(frozen=True)
 class PlanEditor:
-    """What a change by hand needs besides the plan: the plan of the start, the limits, and the names given so far."""
+    """An editor of plans by hand, which knows the plan of the start, the limits, and the names given so far."""
 
     start: Plan
     resources: Resources

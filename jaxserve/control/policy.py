@@ -58,7 +58,7 @@ class Policy(Protocol[State]):
 
 @dataclass(frozen=True)
 class ServiceView:
-    """What a policy sees of all instances together."""
+    """A view of all instances together, for a policy."""
 
     time: float  # s
     snapshots: Mapping[str, Snapshot]  # by the name of the instance, with `recent` set

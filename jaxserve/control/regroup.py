@@ -16,7 +16,7 @@ from jaxserve.core.errors import PlanError
 
 
 class Kind(Enum):
-    """How KV pages get from one side of a regroup to the other."""
+    """The ways in which KV pages get from one side of a regroup to the other."""
 
     MERGE = "merge"  # in place: every device keeps a part of the heads, of the pages of all members
     SPLIT = "split"  # in place, the reverse of a merge
@@ -27,12 +27,12 @@ class Kind(Enum):
 
     @property
     def joins(self) -> bool:
-        """Whether several instances become one, on all of their devices."""
+        """True if several instances become one, on all of their devices."""
         return self in (Kind.MERGE, Kind.DROP)
 
     @property
     def parts(self) -> bool:
-        """Whether one instance becomes several, on its devices."""
+        """True if one instance becomes several, on its devices."""
         return self in (Kind.SPLIT, Kind.RESTORE)
 
 

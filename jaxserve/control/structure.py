@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class RegroupActuator(Protocol):
-    """What carries out regroups while the other instances serve."""
+    """An actuator that carries out regroups while the other instances serve."""
 
     @property
     def busy(self) -> bool:

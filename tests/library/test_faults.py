@@ -60,6 +60,25 @@ async def check_served(built: BuiltEngine, engine: AsyncEngine) -> None:
         assert entries == expected.get(device, {}), device
 
 
+async def survived(built: BuiltEngine, *, asked_first: bool = False) -> list:
+    """Return the answers to requests after or before a drop, of which the instance on device 0 survives."""
+    engine = async_engine(built)
+    try:
+        if not asked_first:
+            await drop(built)
+        streams = ask(engine)
+        if asked_first:
+            await until(lambda: sum(len(steps.core.request_ids) for steps in engine.loops.values()) == STREAMS)
+            await drop(built)
+        found = await asyncio.gather(*streams)
+        (survivor,) = built.in_force.plan.instances
+        assert survivor.devices == {0}
+        await check_served(built, engine)
+        return found
+    finally:
+        await engine.shutdown()
+
+
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[list[int]]:
     async def serve() -> list[list[int]]:
@@ -109,19 +128,7 @@ def test_a_survivor_reads_no_file_where_devices_have_memory_of_their_own(
 
     wrap_block_reads(monkeypatch, store_of(built.instances[0].executor), lambda read: fail)
 
-    async def serve() -> list:
-        engine = async_engine(built)
-        try:
-            await drop(built)
-            found = await asyncio.gather(*ask(engine))
-            (survivor,) = built.in_force.plan.instances
-            assert survivor.devices == {0}
-            await check_served(built, engine)
-            return found
-        finally:
-            await engine.shutdown()
-
-    assert asyncio.run(serve()) == expected
+    assert asyncio.run(survived(built)) == expected
 
 
 def test_others_answer_the_requests_of_an_instance_that_fails(model: Path, expected: list) -> None:
@@ -203,18 +210,4 @@ def test_a_device_that_fails_in_an_exchange_costs_no_answer(
 
     monkeypatch.setattr(built.host, action, fail)
 
-    async def serve() -> list:
-        engine = async_engine(built)
-        try:
-            streams = ask(engine)
-            await until(lambda: sum(len(steps.core.request_ids) for steps in engine.loops.values()) == STREAMS)
-            await drop(built)
-            found = await asyncio.gather(*streams)
-            (survivor,) = built.in_force.plan.instances
-            assert survivor.devices == {0}
-            await check_served(built, engine)
-            return found
-        finally:
-            await engine.shutdown()
-
-    assert asyncio.run(serve()) == expected
+    assert asyncio.run(survived(built, asked_first=True)) == expected

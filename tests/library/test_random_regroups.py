@@ -11,8 +11,9 @@ from jaxserve.core.errors import PlanError
 from tests.library.test_merge import DENSE, KINDS, SMALL, answers, check_same, prompt_of, written
 from tests.library.test_regroup_faults import held
 from tests.support.regrouped import Regrouped
+from tests.support.thorough import THOROUGH
 
-REGROUPS = max(12, int(os.environ.get("REGROUP_EXAMPLES", "0")) // 10)
+REGROUPS = max(24 if THOROUGH else 12, int(os.environ.get("REGROUP_EXAMPLES", "0")) // 10)
 
 
 def all_answers(engine: Regrouped, count: int) -> list[str]:
