@@ -52,7 +52,7 @@ class Reasoning:
 
 @dataclass(slots=True)
 class Call:
-    """A call of a tool. `arguments` are JSON as the model wrote it, which may be incomplete or invalid."""
+    """A call of a tool. `arguments` are JSON, which is incomplete if the answer breaks off in it."""
 
     name: str
     arguments: str = ""

@@ -1,11 +1,11 @@
 """Grammars that make an answer call tools, or that hold its calls to their schemas."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
 
 from jaxserve.parsing.formats.base import ToolFormat
+from jaxserve.parsing.lark import literal
 from jaxserve.parsing.tools import ToolUse
 
 
@@ -19,15 +19,6 @@ def tool_grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int], tex
     triggered = not (use.required or text or form.first)
     lines = _start(form, use, special, text), _calls(form, use, special, triggered)
     return "\n".join(["%llguidance {}", *chain(*lines)]) + "\n"
-
-
-def literal(text: str, special: Mapping[str, int]) -> str:
-    """Return a text as an expression of Lark, in which special tokens are named by their ids."""
-    if not text:
-        return ""
-    names = sorted((name for name in special if name in text), key=len, reverse=True)
-    parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
-    return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
 
 
 def _start(form: ToolFormat, use: ToolUse, special: Mapping[str, int], text: str) -> Iterator[str]:

@@ -5,12 +5,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.parsing.events import ArgumentsDelta, CallBegun
 from jaxserve.parsing.source import Parsing, Source
 
 ARGUMENT_KEYS = ("arguments", "parameters")  # models use either
-CALL_KEYS = ("id", "type", "name", *ARGUMENT_KEYS)
-STRING_RUN = re.compile(r'[^"\\]+')
+PLAIN_KEYS = ("name", *ARGUMENT_KEYS)
+CALL_KEYS = ("id", "type", *PLAIN_KEYS)
+STRING_RUN = re.compile(r'[^"\\\x00-\x1f]+')  # a string with a line break is not valid, which shows at once
+FOREIGN_SPACE = re.compile(r"[^ \t\n\r]")  # white space that JSON does not know, such as a no-break space
 SCALAR_RUN = re.compile(r"[\w.+-]+")
 SCALAR = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
@@ -23,24 +24,27 @@ class Head:
     arguments: str | None = None
 
 
-def call_head(source: Source, known: frozenset[str] | None = None) -> Parsing[Head | None]:
+def call_head(
+    source: Source, known: frozenset[str] | None = None, *, needs_arguments: bool = False, plain: bool = False
+) -> Parsing[Head | None]:
     """Take a call such as {"name": "f", "arguments": {...}} up to its arguments, None if it is not valid.
 
     `known`: only objects with the name of one of these tools, with arguments and without fields that no call has are
-    calls. None: any with a name are, but without arguments only if they have no such fields, which may be misspelled.
+    calls. None: any with a name are, but without arguments only if they have no such fields, which may be misspelled,
+    and if arguments are not needed. `plain`: the name and the arguments are all that the call has.
     """
     name = given = None
-    needs_arguments = known is not None
+    needs_arguments = needs_arguments or known is not None
     follows = yield from source.literal("{")
     while follows:
-        key = yield from _key(source)
-        if key is None or (known is not None and key not in CALL_KEYS):
+        key = yield from member_key(source)
+        if key is None or (known is not None and key not in (PLAIN_KEYS if plain else CALL_KEYS)):
             return None
         needs_arguments = needs_arguments or key not in CALL_KEYS
         first = yield from source.peek()
         if key in ARGUMENT_KEYS and first == "{" and name is not None:
             return Head(name)
-        text = yield from value(source)
+        text = (yield from value(source)) if not plain or first == '"' else None
         if text is None:
             return None
         if key == "name":
@@ -57,63 +61,13 @@ def call_head(source: Source, known: frozenset[str] | None = None) -> Parsing[He
     return Head(name, given or "{}")
 
 
-def call_body(source: Source, head: Head, end: str = "") -> Parsing[None]:
-    """Yield the events of the call that has begun with `head`, and take it to its end.
-
-    `end` never occurs outside of strings in a call.
-    """
-    yield CallBegun(head.name)
-    if head.arguments is None:
-        yield from arguments(source, end)
-    else:
-        yield ArgumentsDelta(head.arguments)
-    yield from source.attempt(_rest(source))
-
-
-def arguments(source: Source, end: str = "") -> Parsing[None]:
-    """Yield the arguments of a call, an object that comes next, as they arrive.
-
-    They end with the object, or at `end` outside of a string, or with the text. Of JSON, only strings and brackets are
-    looked at.
-    """
-    run = re.compile(rf'[^"{{}}\[\]{re.escape(end[:1])}]+')
-    depth = 0
-    while True:
-        yield ArgumentsDelta(source.match(run))
-        character = yield from source.peek()
-        if not character or (end and (yield from source.comes(end))):
-            return
-        if character == '"':
-            yield from _string_arguments(source)
-            continue
-        depth += (character in "{[") - (character in "}]")
-        yield ArgumentsDelta(source.take(1))
-        if depth <= 0:
-            return
-
-
-def _string_arguments(source: Source) -> Parsing[None]:
-    """Yield a string in arguments as it arrives."""
-    yield ArgumentsDelta(source.take(1))
-    while True:
-        yield ArgumentsDelta(source.match(STRING_RUN))
-        character = yield from source.peek()
-        if character == "\\":
-            yield from source.peek(2)
-            yield ArgumentsDelta(source.take(2))
-        elif character:
-            yield ArgumentsDelta(source.take(1))
-        if character in ('"', ""):
-            return
-
-
 def value(source: Source) -> Parsing[str | None]:
     """Take a JSON value and return its text, None as soon as it is not valid."""
     taken: list[str] = []
     brackets: list[str] = []
     wanted = "value"  # what comes next: value, key, colon, more (a comma or the end), or "first" with value or key
     while True:
-        taken.append((yield from source.space()))
+        taken.append((yield from gap(source)))
         token = yield from _token(source)
         taken.append(token)
         if token in ("{", "[") and wanted in ("value", "first value"):
@@ -134,6 +88,11 @@ def value(source: Source) -> Parsing[str | None]:
             return None
         if wanted == "more" and not brackets:
             return "".join(taken)
+
+
+def gap(source: Source) -> Parsing[str]:
+    """Take white space and return it in characters that may stand between the parts of JSON."""
+    return FOREIGN_SPACE.sub(" ", (yield from source.space()))
 
 
 def _token(source: Source) -> Parsing[str]:
@@ -160,7 +119,7 @@ def _string(source: Source) -> Parsing[str]:
         taken.append(source.take(2))
 
 
-def _key(source: Source) -> Parsing[str | None]:
+def member_key(source: Source) -> Parsing[str | None]:
     """Take the name of a field, the colon and white space, and return the name, None if they do not come next."""
     yield from source.space()
     if (yield from source.peek()) != '"':
@@ -180,18 +139,6 @@ def _object_in(text: str) -> str | None:
     if text == "null":
         return "{}"
     return text if isinstance(loaded, dict) else None
-
-
-def _rest(source: Source) -> Parsing[bool | None]:
-    """Take what follows the arguments in a call's object: further fields, which mean nothing, and its end."""
-    while True:
-        yield from source.space()
-        if (yield from source.literal("}")):
-            return True
-        if not (yield from source.literal(",")):
-            return None
-        if (yield from _key(source)) is None or (yield from value(source)) is None:
-            return None
 
 
 def _loads(text: str) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.parsing.events import CallBegun, TextDelta
 from jaxserve.parsing.formats.base import ToolFormat
-from jaxserve.parsing.reasoning import reasoning
+from jaxserve.parsing.reasoning import Calls, reasoning
 from jaxserve.parsing.source import Incremental, Parsing, PlainText, Source
 from jaxserve.parsing.text_output import without_separators
 from jaxserve.parsing.tools import ToolUse
@@ -38,9 +38,16 @@ class AnswerFormat:
         """Return a new id for the call with this index in an answer (`ToolFormat.new_call_id`)."""
         return "" if self.tool_format is None else self.tool_format.new_call_id(name, self.calls_before + index)
 
+    def _calls(self, source: Source) -> Calls | None:
+        """Return the calls that end reasoning without an end tag."""
+        form, use = self.tool_format, self.tool_use
+        if form is None or use is None:
+            return None
+        return Calls(form.tags, lambda: form.begins(source, use.tools))
+
     def _parse(self, source: Source) -> Parsing[None]:
         if self.section is not None:
-            yield from reasoning(source, self.section)
+            yield from reasoning(source, self.section, self._calls(source))
         if self.tool_format is None or self.tool_use is None:
             yield from _text(source)
             return

@@ -1,11 +1,23 @@
 """Reasoning sections, with which the answers of some models begin."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.parsing.events import ReasoningDelta
 from jaxserve.parsing.source import Parsing, Source
 from jaxserve.parsing.text_output import Trimmed
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls that may come in reasoning that has not ended.
+
+    `triggers`: the texts at which they begin. `begin`: take one and the head of a call, and return whether both come.
+    """
+
+    triggers: tuple[str, ...]
+    begin: Callable[[], Parsing[bool]]
 
 
 @dataclass(frozen=True)
@@ -42,15 +54,28 @@ class ReasoningFormat:
         return None if answer.strip() else self.after("")
 
 
-def reasoning(source: Source, section: ReasoningSection) -> Parsing[None]:
-    """Yield the reasoning with which an answer begins, without the white space at its edges and after it."""
+def reasoning(source: Source, section: ReasoningSection, calls: Calls | None = None) -> Parsing[None]:
+    """Yield the reasoning with which an answer begins, without the white space at its edges and after it.
+
+    It ends at its end tag. Without one, it ends at the first of `calls`, so that a call in it waits for the end tag or
+    the end of the answer.
+    """
     if not (yield from source.attempt(_start(source, section.starts))) and not section.begun:
         return
     yield from source.space()
-    text, done = Trimmed(), False
-    while not done:
-        piece, _, done = yield from source.piece(section.ends)
+    text, triggers = Trimmed(), calls.triggers if calls else ()
+    while True:
+        piece, mark, done = yield from source.piece((*section.ends, *triggers))
         yield ReasoningDelta(text.add(piece))
+        if calls and mark in triggers:
+            source.back(len(mark))
+            if (yield from source.look(calls.begin())):
+                if not (yield from source.look(source.until(section.ends))):
+                    return
+                triggers = ()
+            yield ReasoningDelta(text.add(source.take(len(mark))))
+        elif done:
+            break
     yield from source.space()
 
 

@@ -1,13 +1,14 @@
 """What formats need to know about the JSON schemas of tools."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.structured import JSON_WHITESPACE
+from jaxserve.parsing.keyword_values import TYPES
 from jaxserve.parsing.tools import Tool
 
 MAX_REFERENCES = 16  # references to references, which may go round in circles
@@ -15,9 +16,6 @@ DEFINITIONS = ("$defs", "definitions")
 # What cannot be said about the parameters of a tool as a whole where each is written by itself.
 OF_OBJECTS = ("minProperties", "maxProperties", "propertyNames", "dependentRequired", "dependentSchemas")
 COMBINATIONS = ("anyOf", "oneOf", "allOf", "not", "if")
-VALUES = ("const", "enum", "default", "examples")  # keywords with values instead of schemas
-LOOK_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]")
-NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,18 @@ class Parameter:
 
 
 def object_schema(tool: Tool) -> dict[str, Any]:
-    """Return the JSON schema of a tool's arguments."""
-    return {**(NO_PARAMETERS if tool.parameters is None else tool.parameters), "type": "object"}
+    """Return the JSON schema to which a tool's arguments can be held."""
+    return tool.schema
+
+
+def types_of(tool: Tool) -> dict[str, frozenset[str]]:
+    """Return the types of the values of a tool's parameters by name (`Parameter.types`)."""
+    return {name: parameter.types for name, parameter in parameters_of(tool).items()}
+
+
+def may_be_text(types: frozenset[str]) -> bool:
+    """Return whether values of one of the types may be strings: none are named if a schema allows any."""
+    return not types or "string" in types
 
 
 def parameters_of(tool: Tool) -> dict[str, Parameter]:
@@ -69,24 +77,9 @@ def json_rule(schema: Any, strict: bool) -> str:
 def guided(schema: Mapping[str, Any], strict: bool) -> dict[str, Any]:
     """Return a schema for llguidance.
 
-    Keywords and regular expressions that it does not support are left out of account, unless the schema is meant
-    strictly.
+    Unless it is meant `strict`ly, what the compiler cannot hold is left out of account (`structured/schemas.py`).
     """
-    options = {"whitespace_pattern": JSON_WHITESPACE, "lenient": not strict}
-    return {**(schema if strict else _without_look_around(schema)), "x-guidance": options}
-
-
-def _without_look_around(schema: Any) -> Any:
-    """Return a schema without the patterns that look around, also for bounds of words, or back: no grammar can."""
-    if isinstance(schema, list):
-        return [_without_look_around(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    return {
-        key: value if key in VALUES else _without_look_around(value)
-        for key, value in schema.items()
-        if not (key == "pattern" and isinstance(value, str) and LOOK_AROUND.search(value))
-    }
+    return {**schema, "x-guidance": {"whitespace_pattern": JSON_WHITESPACE, "lenient": not strict}}
 
 
 def listed_values(schema: Mapping[str, Any]) -> list[Any]:
@@ -125,10 +118,11 @@ def refuse(schema: Mapping[str, Any], keywords: tuple[str, ...], tool: Tool) -> 
 
 
 def _types(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the types that a schema names, or those of the values that it lists."""
+    """Yield the types that a schema names, or those of the values that it lists; none for names that JSON lacks."""
     named = schema.get("type")
-    kinds = [named] if isinstance(named, str) else _list(named) or map(type_name, listed_values(schema))
-    yield from (kind for kind in kinds if isinstance(kind, str))
+    kinds = [named] if isinstance(named, str) else _list(named) or list(map(type_name, listed_values(schema)))
+    if all(isinstance(kind, str) and kind in TYPES for kind in kinds):
+        yield from kinds
 
 
 def type_name(value: Any) -> str:
@@ -147,7 +141,7 @@ def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
             break
         schema = root
         for key in filter(None, reference[1:].split("/")):
-            schema = _mapping(schema).get(key.replace("~1", "/").replace("~0", "~"))
+            schema = _mapping(schema).get(unquote(key).replace("~1", "/").replace("~0", "~"))
     return _mapping(schema)
 
 

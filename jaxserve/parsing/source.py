@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from jaxserve.parsing.events import CallBegun, Event, TextDelta
+from jaxserve.parsing.unicode_text import ValidUnicode
 
 T = TypeVar("T")
 SPACE = re.compile(r"\s+")
@@ -26,6 +27,7 @@ class Source:
         self._at = 0  # position of the next character
         self._marks: list[int] = []  # positions to which attempts may go back, the latest last
         self.complete = False  # nothing more arrives
+        self.exhausted = False  # more was waited for than there is
 
     def push(self, text: str) -> None:
         """Add text that has arrived."""
@@ -38,6 +40,10 @@ class Source:
     def ahead(self) -> int:
         """Number of characters that have arrived and have not been taken."""
         return len(self._text) - self._at
+
+    def has(self, texts: tuple[str, ...]) -> bool:
+        """Return whether one of the texts is in what has arrived."""
+        return bool(self._find(texts)[1])
 
     def match(self, pattern: re.Pattern[str]) -> str:
         """Take what matches the pattern here, of the text that has arrived; "" if nothing does."""
@@ -59,11 +65,23 @@ class Source:
             self._at = mark
         return result
 
+    def look(self, parsing: Parsing[T]) -> Parsing[T]:
+        """Run a parser that yields no events and return its result. What it has taken comes again."""
+        self._marks.append(self._at)
+        result = yield from parsing
+        self._at = self._marks.pop()
+        return result
+
+    def back(self, count: int) -> None:
+        """Give back the last `count` characters that have been taken, before more text is waited for."""
+        self._at -= count
+
     def more(self) -> Parsing[bool]:
         """Wait for more text, and return False if none will arrive."""
         ahead = self.ahead
         while self.ahead == ahead:
             if self.complete:
+                self.exhausted = True
                 return False
             yield None
         return True
@@ -99,16 +117,25 @@ class Source:
         self.take(len(text))
         return True
 
+    def one_of(self, texts: tuple[str, ...]) -> Parsing[str]:
+        """Take the first of the texts that comes next and return it, "" if none does."""
+        for text in texts:
+            if (yield from self.literal(text)):
+                return text
+        return ""
+
     def spaced(self, text: str) -> Parsing[bool | None]:
         """Take white space and `text`, None if they do not come next (for `attempt`)."""
         yield from self.space()
         return (yield from self.literal(text)) or None
 
-    def piece(self, ends: tuple[str, ...]) -> Parsing[tuple[str, str, bool]]:
+    def piece(self, ends: tuple[str, ...], *, markup: bool = False) -> Parsing[tuple[str, str, bool]]:
         """Take what has arrived before the first of `ends`, as (text, end, done).
 
         `done`: the end has been found and taken, or the whole text is complete, and `end` is "". Otherwise some text is
-        returned, and the end is still to come. Of ends that begin at one place the longest is found.
+        returned, and the end is still to come. Of ends that begin at one place the longest is found. `markup`: the
+        beginning of one of `ends` in brackets with which the whole text breaks off is left out, but for its first
+        character, which may be a sign of its own.
         """
         while True:
             begin, end = self._find(ends)
@@ -118,10 +145,20 @@ class Source:
                 self.take(len(end))
                 return text, end, True
             if self.complete:
-                return self.take(self.ahead), "", True
+                cut = self._held_back(tuple(end for end in ends if end[0] in "<[")) if markup else 0
+                text = self.take(self.ahead - cut * (cut > 1))
+                self.take(self.ahead)
+                return text, "", True
             if certain:
                 return self.take(certain), "", False
             yield from self.more()
+
+    def until(self, ends: tuple[str, ...]) -> Parsing[str]:
+        """Take everything up to and with the first of `ends`, and return this one, "" if none comes."""
+        while True:
+            _, end, done = yield from self.piece(ends)
+            if done:
+                return end
 
     def _find(self, ends: tuple[str, ...]) -> tuple[int, str]:
         """Return the position and text of the first of `ends` that has arrived, "" if none has."""
@@ -130,13 +167,15 @@ class Source:
 
     def _held_back(self, ends: tuple[str, ...]) -> int:
         """Return the number of characters at the end of the text that may be the beginning of one of `ends`."""
-        longest = 0
-        for end in ends:
-            for length in range(min(len(end) - 1, self.ahead), longest, -1):
-                if self._text.endswith(end[:length]):
-                    longest = length
-                    break
-        return longest
+        if not ends:
+            return 0
+        first, longest = _first_of(ends)
+        begin = max(self._at, len(self._text) - longest + 1)
+        for found in first.finditer(self._text, begin):
+            rest = self._text[found.start() :]
+            if any(len(end) > len(rest) and end.startswith(rest) for end in ends):
+                return len(rest)
+        return 0
 
 
 class Incremental:
@@ -144,6 +183,7 @@ class Incremental:
 
     def __init__(self, source: Source, parser: Iterator[Event | None]):
         self._source, self._parser = source, parser
+        self._unicode = ValidUnicode()
 
     def push(self, text: str) -> list[Event]:
         """Add text and return the events that it completes."""
@@ -161,7 +201,8 @@ class Incremental:
             if event is None:
                 break
             events.append(event)
-        return list(_joined(events))
+        joined = _joined(events) if len(events) > 1 else events
+        return self._unicode.mend(joined, complete=self._source.complete)
 
 
 class PlainText:
@@ -177,14 +218,20 @@ class PlainText:
 
 
 def _joined(events: list[Event]) -> Iterator[Event]:
-    """Yield the events with the texts of successive ones of a kind in one, and without those that say nothing."""
+    """Yield the events with the texts of successive ones of a kind in one."""
     for kind, group in groupby(events, type):
         if kind is CallBegun:
             yield from group
-        elif text := "".join(event.text for event in group if not isinstance(event, CallBegun)):
-            yield kind(text)
+        else:
+            yield kind("".join(event.text for event in group if not isinstance(event, CallBegun)))
 
 
 @lru_cache
 def _any_of(ends: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(end) for end in sorted(ends, key=len, reverse=True)))
+
+
+@lru_cache
+def _first_of(ends: tuple[str, ...]) -> tuple[re.Pattern[str], int]:
+    """Return an expression for the first characters of `ends`, and the length of the longest of them."""
+    return re.compile("[" + re.escape("".join(end[0] for end in ends)) + "]"), max(map(len, ends))

@@ -17,9 +17,14 @@ class Trimmed:
         self._held.append(text[len(visible) :])
         return certain
 
+    @property
+    def held(self) -> str:
+        """The white space at the end."""
+        return "".join(self._held)
+
     def drop(self) -> str:
         """Return the white space at the end, and forget it."""
-        held, self._held = "".join(self._held), []
+        held, self._held = self.held, []
         return held
 
 

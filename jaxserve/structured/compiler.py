@@ -1,24 +1,35 @@
 """The compiler of grammars: from what a request demands to a matcher of tokens, by llguidance."""
 
+import json
+import logging
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from jaxserve.core.errors import RequestError
+from jaxserve.core.errors import EngineStopped, RequestError
+from jaxserve.core.panics import panics_as_exceptions
 from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.core.structured import NOTHING_LEFT, Grammar, StructuredOutput
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.structured.errors import plain
+from jaxserve.structured.errors import CANNOT_WRITE, NO_TOKEN, plain, vocabulary_fault
+from jaxserve.structured.lanes import Lanes, Unfinished
 from jaxserve.structured.limits import LIMITS
 from jaxserve.structured.reasoning import ReasonedGrammar
-from jaxserve.structured.trial import GrammarTrials, Tried
+from jaxserve.structured.source import any_json
+from jaxserve.structured.trial import CPU_SECONDS, TOO_LARGE, GrammarTrials, Trials, Tried
 
+log = logging.getLogger(__name__)
 FORBIDDEN = "doesn't satisfy the grammar"  # what llguidance says of a token that is not allowed
 CACHED = 256  # compiled grammars, the least recently used ones are dropped
 CACHED_BYTES = 512 * 1024 * 1024
+MAX_LISTED, MAX_SHOWN = 8, 120  # places in a line of the log, and characters of each
 
 
 class LLGrammarCompiler:
@@ -27,61 +38,70 @@ class LLGrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]):
         """`eos_token_ids` end an answer."""
         self._tokenizer, self._eos_token_ids = tokenizer, tuple(dict.fromkeys(eos_token_ids))
-        self._cache: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
-        self._lock = threading.Lock()
+        self._cache = GrammarCache()
         self._making = threading.Lock()
         self._prepared: LLTokenizer | None = None
-        self._trials = GrammarTrials(tokenizer.vocab_size, tokenizer.special_tokens, next(iter(eos_token_ids), 0))
+        vocabulary = tokenizer.vocab_size, tokenizer.special_tokens, next(iter(eos_token_ids), 0)
+        self._lanes = Lanes(lambda niceness: GrammarTrials(*vocabulary, niceness), _weakly(self))
 
     def compile(self, structured: StructuredOutput) -> "CompiledGrammar":
         """Return the grammar, from the cache if it has it. Raise `RequestError` that says what is wrong where."""
-        key = structured.kind, structured.text
-        with self._lock:
-            if key in self._cache:
-                self._cache.move_to_end(key)
-                return self._cache[key]
-        tokenizer, tried = self._ll_tokenizer(), self._tried(structured)
-        matcher = LLMatcher(tokenizer, tried.source, log_level=0, limits=LIMITS)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # a grammar that is too complex for its first token is refused, too
-        if matcher.is_error():
-            raise _refusal(structured, matcher.get_error())
-        grammar = CompiledGrammar(matcher, tried.size)
-        with self._lock:
-            self._cache[key] = grammar
-            while len(self._cache) > CACHED or sum(each.size for each in self._cache.values()) > CACHED_BYTES:
-                self._cache.popitem(last=False)
-        return grammar
+        return self.submit(structured).result()
 
-    def _compiled(self, structured: StructuredOutput) -> "CompiledGrammar":
-        """Return the grammar, compiled by recursion."""
-        source = _source(structured, self._tokenizer)
-        matcher = LLMatcher(self._ll_tokenizer(), source, log_level=0, limits=LIMITS)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # a grammar that is too complex for its first token is refused, too
-        if matcher.is_error():
-            for part in structured.loose_parts:
-                self._compiled(part)  # raises the error of the part at fault
-            raise _refusal(structured, matcher.get_error())
-        return CompiledGrammar(matcher)
+    def submit(self, structured: StructuredOutput, sender: str = "") -> "Future[CompiledGrammar]":
+        """Return the future of the grammar, as `core.structured.GrammarCompiler`."""
+        if not self._eos_token_ids:
+            raise RequestError("the model has no token that ends a text, which structured output needs")
+        if (known := self._cache.get(structured)) is None:
+            return self._lanes.submit(structured, sender)
+        future: Future[CompiledGrammar] = Future()
+        if isinstance(known, CompiledGrammar):
+            future.set_result(known)
+        else:
+            future.set_exception(known.error_for(structured))
+        return future
 
-    def _tried(self, structured: StructuredOutput) -> Tried:
-        """Return what a trial says of a grammar. Raise `RequestError` for the part at fault, else for the whole."""
-        tried = self._run(structured, *structured.parts)
-        if tried.error:
-            self._run(structured, *structured.loose_parts)
-            raise _refusal(structured, tried.error)
-        return tried
+    def compile_within(self, structured: StructuredOutput, trials: Trials, seconds: float) -> "CompiledGrammar":
+        """Return the grammar, whose trial takes at most some seconds of CPU time. Raise `Unfinished` or `RequestError`.
 
-    def _run(self, *demands: StructuredOutput) -> Tried:
-        """Return what a trial says of the first demand. Raise `RequestError` for the first of the others at fault."""
-        if not demands:
-            return Tried()
-        first, *others = self._trials.run(*((demand.kind, demand.text) for demand in demands))
-        for demand, found in zip(demands[1:], others, strict=True):
+        Another request may have compiled it since this one began to wait.
+        """
+        if (known := self._cache.get(structured)) is None:
+            known = self._new(structured, trials, seconds)
+            self._cache.put(structured, known)
+        if isinstance(known, Refused):
+            raise known.error_for(structured)
+        return known
+
+    def _new(self, structured: StructuredOutput, trials: Trials, seconds: float) -> "CompiledGrammar | Refused":
+        tried, *parts = self._tried((structured, *structured.parts), trials, seconds)
+        for part, found in enumerate(parts):
             if found.error:
-                raise _refusal(demand, found.error)
-        return first
+                return Refused(found.error, part)
+        if tried.error == TOO_LARGE and structured.kind == "json" and not structured.strict:
+            tried = _without_schema(structured.text) or tried
+        compiled = Refused(tried.error) if tried.error else self._compiled(tried)
+        if isinstance(compiled, Refused) and structured.fallback is not None:
+            instead = structured.fallback(lambda each: [found.error for found in self._tried(each, trials, seconds)])
+            return self.compile_within(instead, trials, seconds)
+        if isinstance(compiled, CompiledGrammar):
+            _note_dropped(structured, [*structured.dropped, *tried.dropped])
+        return compiled
+
+    def _tried(self, demands: Sequence[StructuredOutput], trials: Trials, seconds: float) -> list[Tried]:
+        """Return the results of trials. If they take too long together, the first has the error."""
+        results = trials.run(*((each.kind, each.text, each.strict) for each in demands), seconds=seconds)
+        if results is None and seconds < CPU_SECONDS:
+            raise Unfinished
+        return results or [Tried(error=TOO_LARGE), *(Tried() for _ in demands[1:])]
+
+    def _compiled(self, tried: Tried) -> "CompiledGrammar | Refused":
+        matcher = LLMatcher(self._ll_tokenizer(), tried.source, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a grammar that is too complex for its first token is refused, too
+        if matcher.is_error():
+            return Refused(vocabulary_fault(tried.source, matcher.get_error()))
+        return CompiledGrammar(matcher, tried.size)
 
     def after_reasoning(self, grammar: Grammar | None, section: ReasoningSection) -> Grammar:
         """Return the grammar of answers that begin with reasoning and go on as `grammar` says; None: with any text."""
@@ -92,15 +112,36 @@ class LLGrammarCompiler:
         with self._making:
             if self._prepared is None:
                 vocabulary = _Vocabulary(self._tokenizer, self._eos_token_ids)
-                self._prepared = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=list(self._eos_token_ids))
-                self._trials.start()
+                with panics_as_exceptions():
+                    self._prepared = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=list(self._eos_token_ids))
+                self._lanes.start()
 
     def _ll_tokenizer(self) -> LLTokenizer:
-        if not self._eos_token_ids:
-            raise RequestError("the model has no token that ends a text, which structured output needs")
         self.prepare()
         assert self._prepared is not None
         return self._prepared
+
+
+def _without_schema(text: str) -> Tried | None:
+    """Return the grammar of any JSON in place of a schema that is too large, None if the schema is no JSON."""
+    try:
+        source = any_json(text)
+    except (ValueError, RecursionError):
+        return None
+    return Tried(source.text, dropped=source.dropped)
+
+
+def _weakly(compiler: LLGrammarCompiler) -> Callable[[StructuredOutput, Trials, float], "CompiledGrammar"]:
+    """Return the compiler's method without a circle of references, so that its processes end with it."""
+    found = weakref.WeakMethod(compiler.compile_within)
+
+    def compile_within(structured: StructuredOutput, trials: Trials, seconds: float) -> CompiledGrammar:
+        method = found()
+        if method is None:
+            raise EngineStopped("the engine has been closed")
+        return method(structured, trials, seconds)
+
+    return compile_within
 
 
 class CompiledGrammar:
@@ -115,6 +156,52 @@ class CompiledGrammar:
         return LLAnswer(self._matcher.deep_copy())
 
 
+@dataclass(frozen=True)
+class Refused:
+    """A grammar that cannot be used. `part`: the index of the one of `StructuredOutput.parts` that is at fault."""
+
+    message: str
+    part: int | None = None
+    size = 0
+
+    def error_for(self, structured: StructuredOutput) -> RequestError:
+        """Return the error for a client."""
+        named = structured if self.part is None else structured.parts[self.part]
+        return RequestError(f"{named.name} cannot be used: {self.message}", field=named.name)
+
+
+class GrammarCache:
+    """The compiled grammars and the refusals that were used last. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, str, bool], CompiledGrammar] = OrderedDict()
+        self._refused: OrderedDict[tuple[str, str, bool], Refused] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, structured: StructuredOutput) -> "CompiledGrammar | Refused | None":
+        """Return what is known of a demand, None if nothing is."""
+        key = structured.kind, structured.text, structured.strict
+        with self._lock:
+            for known in (self._known, self._refused):
+                if key in known:
+                    known.move_to_end(key)
+                    return known[key]
+        return None
+
+    def put(self, structured: StructuredOutput, grammar: "CompiledGrammar | Refused") -> None:
+        """Keep a result, and drop those that were used longest ago."""
+        key = structured.kind, structured.text, structured.strict
+        with self._lock:
+            if isinstance(grammar, Refused):
+                self._refused[key] = grammar
+                if len(self._refused) > CACHED:
+                    self._refused.popitem(last=False)
+                return
+            self._known[key] = grammar
+            while len(self._known) > CACHED or sum(each.size for each in self._known.values()) > CACHED_BYTES:
+                self._known.popitem(last=False)
+
+
 class LLAnswer:
     """The state of one answer in its grammar (`core.structured.Matcher`)."""
 
@@ -122,6 +209,8 @@ class LLAnswer:
 
     def __init__(self, matcher: LLMatcher):
         self._matcher = matcher
+        self._allowed: np.ndarray | None = None  # as llguidance said of the next token
+        self._forbidden = NOTHING_LEFT
 
     @property
     def ended(self) -> bool:
@@ -129,36 +218,77 @@ class LLAnswer:
 
     @property
     def error(self) -> str:
-        message = plain(self._matcher.get_error())
-        return NOTHING_LEFT if FORBIDDEN in message else message
+        message = self._matcher.get_error()
+        if message.startswith(NO_TOKEN):  # as the grammar has been tried, it is not at fault
+            return CANNOT_WRITE
+        return self._forbidden if FORBIDDEN in message else plain(message)
 
     def accept(self, token: int) -> None:
-        self._matcher.consume_token(token)
+        allowed, self._allowed = self._allowed, None
+        if not self._matcher.consume_token(token) and allowed is not None and _has(allowed, token):
+            # llguidance allows any token where no token has the bytes that must come next.
+            self._forbidden = CANNOT_WRITE
 
     def forced(self) -> Sequence[int]:
         return self._matcher.compute_ff_tokens()
 
     def fill(self, mask: np.ndarray) -> None:
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: mask.size]
+        self._allowed = allowed
         mask[: allowed.size], mask[allowed.size :] = allowed, 0
         if self._matcher.is_error():
             mask[:] = 0  # llguidance allows the end, as if the text were complete
 
 
+def _has(mask: np.ndarray, token: int) -> bool:
+    word, bit = divmod(token, 32)
+    return word < mask.size and bool(int(mask[word]) >> bit & 1)
+
+
 class _Vocabulary:
-    """A tokenizer as llguidance reads it."""
+    """A tokenizer as llguidance reads it. Raise `RequestError` if the bytes of its tokens are not known."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]):
+        if not tokenizer.knows_bytes:
+            raise RequestError(
+                "structured output cannot be used with this model: its tokenizer does not show which bytes each token"
+                " stands for (the decoder in tokenizer.json)"
+            )
         self.eos_token_id = eos_token_ids[0]
         self.bos_token_id = tokenizer.bos_token_id
         self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
         self.special_token_ids = sorted(tokenizer.special_ids)
-        self._encode = tokenizer.encode
+        self._encode = tokenizer.encode_inside
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
+        """Return tokens whose bytes are exactly those of a text inside another, as far as there are such tokens."""
+        text = text if isinstance(text, str) else text.decode()
+        ids, data = self._encode(text), text.encode()
+        return ids if b"".join([self.tokens[id] for id in ids]) == data else self._longest_first(data)
+
+    def _longest_first(self, data: bytes) -> list[int]:
+        ids: list[int] = []
+        ids_of, longest = self._ids_of
+        while data:
+            sizes = range(min(len(data), longest), 0, -1)
+            size = next((size for size in sizes if data[:size] in ids_of), 0)
+            if not size:
+                break
+            ids.append(ids_of[data[:size]])
+            data = data[size:]
+        return ids
+
+    @cached_property
+    def _ids_of(self) -> tuple[dict[bytes, int], int]:
+        """The ids of ordinary tokens by their bytes, and the length of the longest."""
+        special = set(self.special_token_ids)
+        ids = {data: id for id, data in reversed(list(enumerate(self.tokens))) if data and id not in special}
+        return ids, max(map(len, ids), default=0)
 
 
-def _refusal(structured: StructuredOutput, message: str) -> RequestError:
-    """Return the error for a client."""
-    return RequestError(f"{structured.name} cannot be used: {plain(message)}", field=structured.name)
+def _note_dropped(structured: StructuredOutput, dropped: Sequence[str]) -> None:
+    """Write into the log what a grammar leaves out. Names from a schema are cut, and escaped as in JSON."""
+    if dropped:
+        shown = [json.dumps(each[:MAX_SHOWN])[1:-1] for each in dropped[:MAX_LISTED]]
+        more = f" and {len(dropped) - MAX_LISTED} more" if len(dropped) > MAX_LISTED else ""
+        log.warning("%s: answers are not held to %s%s", structured.name, ", ".join(shown), more)

@@ -1,13 +1,14 @@
 """What is wrong with a grammar that llguidance refuses, and where in a JSON schema."""
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from jaxserve.core.structured import MAX_GRAMMAR
+from jaxserve.parsing.holdable import droppable, pointer
 from jaxserve.structured.limits import LIMITS
 
 DEFINITIONS = ("$defs", "definitions")
@@ -19,37 +20,36 @@ BY_NAME = (*DEFINITIONS, "properties", "patternProperties")
 DIRECTLY = ("items", "additionalProperties", "prefixItems", "anyOf", "oneOf", "allOf")
 # The search for the place ends after so many schemas, and so many of their characters.
 MAX_TRIES, MAX_CHARACTERS = 4096, 4 * MAX_GRAMMAR
+ADVICE = ": leave it out, or set strict to false"
 UNSUPPORTED = "Unimplemented keys: "  # how llguidance begins to say it
 # What llguidance says, as far as it means nothing to those who do not know it.
 IN_PLAIN_WORDS = {
+    "oneOf not fully supported, falling back to anyOf. This may cause validation errors in some cases.": (
+        "the keyword 'oneOf' where several of its schemas may be followed at once"
+    ),
     "NoExtensionBias": "it refers to nothing but itself",
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
         "the keyword 'oneOf' is not supported for schemas that the same value may follow: use anyOf"
     ),
 }
-
-
-def grammar_fault(kind: str, text: str, message: str) -> str:
-    """Return what is wrong with a grammar, and of a JSON schema also where. `message`: what llguidance says."""
-    if kind == "json":
-        with contextlib.suppress(ValueError, RecursionError):  # of text that is no JSON
-            message = schema_error(json.loads(text)) or message
-    return plain(message)
+NO_TOKEN = "NoExtensionBias"  # what it says where no token may come next
+CANNOT_WRITE = "the model's vocabulary has no token with which its text can go on"
 
 
 def schema_error(schema: Any) -> str:
     """Return what is wrong with a JSON schema and the JSON pointer of the place, "" if it can be used."""
     if not isinstance(schema, Mapping):
-        return "no value can follow it" if schema is False else "a JSON schema must be an object (#)"
-    message = _refusal(json.dumps(schema))
+        return "no value can follow it (#)" if schema is False else "a JSON schema must be an object (#)"
+    message = refusal_of(json.dumps(schema))
     if not message:
         return ""
     place, inner = _smallest(schema, message)
     if not message.startswith(UNSUPPORTED):
-        return f"{message} ({place})"
+        keyword = _culprit(schema, inner, message)
+        return f"{message} ({pointer(place, keyword) if keyword else place}){ADVICE}"
     keywords = json.loads(message.removeprefix(UNSUPPORTED))
     where = ", ".join(f"{place}/{keyword}" for keyword in keywords if keyword in inner) or place
-    return f"the keyword {keywords[0]!r} is not supported ({where})"
+    return f"the keyword {keywords[0]!r} is not supported ({where}){ADVICE}"
 
 
 def _smallest(root: Mapping[str, Any], message: str) -> tuple[str, Mapping[str, Any]]:
@@ -57,30 +57,44 @@ def _smallest(root: Mapping[str, Any], message: str) -> tuple[str, Mapping[str, 
 
     The last part that was found, if the search takes too long.
     """
-    definitions = {name: root[name] for name in DEFINITIONS if name in root}
-    options = {name: root[name] for name in OPTIONS if name in root}
     place, found, tries, characters = "#", root, 0, 0
-    parts = _parts(root, place)
+    parts = parts_of(root, place)
     while (part := next(parts, None)) is not None:
-        text = json.dumps({**options, **part[1]})
-        if definitions and '"$ref"' in text:
-            text = json.dumps({**definitions, **options, **part[1]})
+        text = text_of_part(root, part[1])
         tries, characters = tries + 1, characters + len(text)
         if tries > MAX_TRIES or characters > MAX_CHARACTERS:
             break
-        if _refusal(text) == message:
+        if refusal_of(text) == message:
             place, found = part
-            parts = _parts(found, place)
+            parts = parts_of(found, place)
     return place, found
 
 
-def _parts(schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _culprit(root: Mapping[str, Any], part: Mapping[str, Any], message: str) -> str:
+    """Return the keyword without which a part is not refused with this message, "" if it takes more than one."""
+    for keyword in droppable(part):
+        if keyword not in (*OPTIONS, *DEFINITIONS):
+            without = {key: part[key] for key in part if key != keyword}
+            if refusal_of(text_of_part(root, without)) != message:
+                return keyword
+    return ""
+
+
+def text_of_part(root: Mapping[str, Any], part: Mapping[str, Any]) -> str:
+    """Return a part of a schema as a JSON text of its own, with the definitions to which it may refer."""
+    options = {name: root[name] for name in OPTIONS if name in root}
+    text = json.dumps({**options, **part})
+    definitions = {name: root[name] for name in DEFINITIONS if name in root}
+    return json.dumps({**definitions, **options, **part}) if definitions and '"$ref"' in text else text
+
+
+def parts_of(schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
     """Yield the schemas of which a schema consists, with their places."""
     for keyword in BY_NAME:
         named = schema.get(keyword)
         for name, part in named.items() if isinstance(named, Mapping) else ():
             if isinstance(part, Mapping):
-                yield f"{place}/{keyword}/{name.replace('~', '~0').replace('/', '~1')}", part
+                yield pointer(f"{place}/{keyword}", name), part
     for keyword in DIRECTLY:
         value = schema.get(keyword)
         if isinstance(value, Mapping):
@@ -90,12 +104,13 @@ def _parts(schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, Mapping
                 yield f"{place}/{keyword}/{index}", part
 
 
-def _refusal(schema: str) -> str:
+def refusal_of(schema: str) -> str:
+    """Return the first line of what is wrong with the text of a JSON schema, "" if it can be used."""
     try:
         message = grammar_error(LLMatcher.grammar_from_json_schema(schema))
     except ValueError as error:
         message = plain(str(error))
-    return message.partition("\n  while processing ")[0]  # the definition in which it was found
+    return message.partition(" while processing ")[0]  # the definition in which it was found
 
 
 def grammar_error(grammar: str) -> str:
@@ -103,7 +118,22 @@ def grammar_error(grammar: str) -> str:
     return plain(LLMatcher.validate_grammar(grammar, limits=LIMITS))
 
 
+def vocabulary_fault(source: str, message: str) -> str:
+    """Return what is wrong with a grammar in llguidance's form, of which `message` came with a model's vocabulary."""
+    if not message.startswith(NO_TOKEN):
+        return plain(message)
+    matcher = LLMatcher(_all_bytes(), source, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return plain(message) if matcher.get_error().startswith(NO_TOKEN) else CANNOT_WRITE
+
+
+@cache
+def _all_bytes() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
 def plain(message: str) -> str:
     """Return a message of llguidance without its note that it has no details, and in words that clients understand."""
-    message = message.removesuffix("<non-verbose/>").strip()
+    message = " ".join(message.removesuffix("<non-verbose/>").split())
     return IN_PLAIN_WORDS.get(message, message)

@@ -9,11 +9,12 @@ from typing import Any
 
 from llguidance import grammar_from, regex_to_lark
 
-from jaxserve.core.structured import JSON_WHITESPACE
-from jaxserve.parsing.grammar import literal
+from jaxserve.parsing.lark import literal, one_of
 from jaxserve.structured.errors import grammar_error, schema_error
+from jaxserve.structured.schemas import guidance_schema
 
 MAX_REPEAT = 10_000
+CONSTANT = {"type", "value"}  # the fields of a const_string
 UNLIMITED = ("any_text", "triggered_tags")  # formats that end where the text after them begins
 
 
@@ -24,16 +25,18 @@ class StructuralTagError(ValueError):
         super().__init__(f"{place}: {message}")
 
 
-def structural_tag_grammar(given: Mapping[str, Any], special: Mapping[str, int]) -> str:
+def structural_tag_grammar(given: Any, special: Mapping[str, int], strict: bool) -> str:
     """Return the grammar of a structural tag for llguidance.
 
-    `special`: the ids of the tokenizer's special tokens by text. Raise StructuralTagError if it is not valid.
+    `special`: the ids of the tokenizer's special tokens by text. Raise StructuralTagError if it is not valid, or if it
+    is meant `strict`ly and one of its JSON schemas cannot be held.
     """
+    given = _object(given, "structural_tag")
     if "structures" in given:
         tree, place = _from_old_form(given), "structural_tag"
     else:
-        tree, place = _object(given.get("format"), "format"), "format"
-    writer = _Writer(special)
+        tree, place = dict(_object(given.get("format"), "format")), "format"
+    writer = _Writer(special, strict)
     start = writer.expression(tree, (), place)
     lark = "\n".join(["%llguidance {}", f"start: {start}", *writer.rules]) + "\n"
     if not writer.grammars:
@@ -60,8 +63,8 @@ class _Writer:
     Formats of free text end with the first of `ends`, others before it.
     """
 
-    def __init__(self, special: Mapping[str, int]):
-        self._special = special
+    def __init__(self, special: Mapping[str, int], strict: bool):
+        self._special, self._strict = special, strict
         self.rules = [r"TEXT: /(.|\n)*/"]
         self.grammars: list[dict[str, str]] = []
         self._count = 0
@@ -90,9 +93,10 @@ class _Writer:
         schema = form.get("json_schema")
         if not isinstance(schema, Mapping):
             raise StructuralTagError(f"{place}.json_schema", "must be a JSON schema")
-        if wrong := schema_error(schema):
+        held, _ = guidance_schema(schema, strict=self._strict)
+        if self._strict and (wrong := schema_error(held)):
             raise StructuralTagError(f"{place}.json_schema", wrong)
-        return self._rule(f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': JSON_WHITESPACE}})}")
+        return self._rule(f"%json {json.dumps(schema)}")
 
     def _write_regex(self, form: Mapping[str, Any], ends: Sequence[str], place: str) -> str:
         pattern = _text(form, "pattern", place)
@@ -134,7 +138,21 @@ class _Writer:
 
     def _write_or(self, form: Mapping[str, Any], ends: Sequence[str], place: str) -> str:
         elements = _list(form.get("elements"), f"{place}.elements")
+        if texts := self._constants(elements):
+            return self._rule(one_of(texts))
         return self._rule(" | ".join(self.expression(e, (), f"{place}.elements.{i}") for i, e in enumerate(elements)))
+
+    def _constants(self, elements: Sequence[Any]) -> list[str]:
+        """Return the texts of formats that are all constant and have no special token, else none."""
+        texts = [
+            element["value"]
+            for element in elements
+            if isinstance(element, Mapping) and element.get("type") == "const_string" and element.keys() == CONSTANT
+        ]
+        if len(texts) < len(elements) or not all(isinstance(text, str) for text in texts):
+            return []
+        together = "\n".join(texts)
+        return [] if any(name in together for name in self._special) else texts
 
     def _write_optional(self, form: Mapping[str, Any], ends: Sequence[str], place: str) -> str:
         return f"({self.expression(form.get('content'), (), f'{place}.content')})?"
@@ -148,7 +166,10 @@ class _Writer:
     def _write_repeat(self, form: Mapping[str, Any], ends: Sequence[str], place: str) -> str:
         low, high = form.get("min"), form.get("max")
         if not (_is_count(low) and (high == -1 or (_is_count(high) and low <= high))):
-            raise StructuralTagError(place, f"min and max must be numbers up to {MAX_REPEAT}, or max -1")
+            got = f"{str(low)[:40]} and {str(high)[:40]}"
+            raise StructuralTagError(
+                place, f"min and max are {got}: they must be numbers up to {MAX_REPEAT}, or max -1"
+            )
         content = self.expression(form.get("content"), (), f"{place}.content")
         return f"({content}){{{low},{'' if high == -1 else high}}}"
 

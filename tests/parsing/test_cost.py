@@ -79,9 +79,28 @@ def test_work_is_linear_character_by_character(name: str, monkeypatch: pytest.Mo
 def test_work_inside_calls_is_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = WRITERS[name]([("write_note", {"text": "X"})])
     for begin in (_trigger(name), call[: call.index("X")]):
-        for pattern in ("word ", "  ", "<", "\\", '"', "[", "</", _trigger(name)):
+        for pattern in (
+            "word ",
+            "  ",
+            "<",
+            "\\",
+            '"',
+            '" x',
+            '{"name"',
+            ", 1",
+            "[",
+            "</",
+            _trigger(name),
+            *FORMS[name].ends,
+        ):
             assert_linear(lambda text: parsed(FORMS[name], text, tools=[NOTE]), begin, pattern, monkeypatch)
             assert_linear(lambda text: parsed(FORMS[name], *text, tools=[NOTE]), begin, pattern, monkeypatch)
+
+
+@pytest.mark.parametrize("pattern", ["<parameter=tags>", "<parameter=", "</function> x", "</tool_call>\n"])
+def test_work_for_tags_in_values_is_linear(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = "<tool_call>\n<function=write_note>\n<parameter=text>\n"
+    assert_linear(lambda text: parsed(FORMS["qwen3_coder"], *text, tools=[NOTE]), begin, pattern, monkeypatch)
 
 
 @pytest.mark.parametrize("pattern", ["word ", "  ", "</think", "<think>", "</"])

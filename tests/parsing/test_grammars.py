@@ -162,6 +162,25 @@ def test_required_calls_follow_their_schemas(
 
 
 @every_format
+def test_answer_ends_after_the_only_call_of_a_named_tool(
+    name: str, tokenizer: Tokenizer, compiler: LLGrammarCompiler
+) -> None:
+    use = ToolUse((STRICT[3],), required=True, parallel=False, named=True)
+    grammar = tool_grammar(FORMS[name], use, {})
+    answers = Walker(tokenizer, compiler, grammar).answers("", {})
+    assert answers
+    for answer in answers:
+        matcher = compiler.compile(StructuredOutput(grammar=grammar)).start()
+        for token in tokenizer.encode(answer, add_special_tokens=False):
+            matcher.accept(token)
+        mask = np.zeros(-(-tokenizer.vocab_size // 32), np.uint32)
+        matcher.fill(mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        assert set(allowed) <= set(tokenizer.eos_token_ids), answer
+        assert check(name, use, answer) == 1
+
+
+@every_format
 @parallel_or_not
 def test_an_answer_may_be_text_or_calls_that_follow_their_schemas(
     name: str, parallel: bool, tokenizer: Tokenizer, compiler: LLGrammarCompiler

@@ -9,7 +9,7 @@ from jaxserve.parsing.parser import AnswerFormat
 from jaxserve.parsing.reasoning import ReasoningFormat
 from jaxserve.parsing.registry import REASONING_PARSERS
 from jaxserve.parsing.tools import ToolUse
-from tests.parsing.writers import FORMS, TOOLS, calls_of
+from tests.parsing.writers import FORMS, TOOLS, WRITERS, calls_of
 
 TAGS = ReasoningFormat("tags")
 every_parser = pytest.mark.parametrize("form", REASONING_PARSERS.values(), ids=lambda form: form.name)
@@ -78,6 +78,18 @@ def test_calls_in_reasoning_are_reasoning() -> None:
     message = parsed(TAGS.after("<think>"), f"I call {call}</think>\n\n{call}", tools="hermes")
     assert message.reasoning == f"I call {call}"
     assert calls_of(message) == [("now", {})]
+
+
+@pytest.mark.parametrize(("name", "form"), [("hermes", "qwen3"), ("qwen3_coder", "qwen3"), ("kimi_k2", "kimi_k2")])
+@pytest.mark.parametrize("rest", ["", "\nDone."])
+def test_a_call_ends_reasoning_that_has_no_end(name: str, form: str, rest: str) -> None:
+    section = REASONING_PARSERS[form].after("<think>")
+    text = f"I plan with <tool_call> tags.\n{WRITERS[name]([('now', {}), ('get_weather', {'city': 'Rome'})])}{rest}"
+    message = parsed(section, text, tools=name)
+    assert parsed(section, *text, tools=name) == message
+    assert message.reasoning == "I plan with <tool_call> tags."
+    assert calls_of(message) == [("now", {}), ("get_weather", {"city": "Rome"})]
+    assert message.text == rest.strip()
 
 
 def test_reasoning_arrives_at_once() -> None:

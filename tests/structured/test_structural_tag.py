@@ -98,7 +98,7 @@ def test_answer_follows_the_older_form(follows):
         ({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}, "format.style"),
         ({"type": "json_schema"}, "format.json_schema"),
         (
-            {"type": "json_schema", "json_schema": {"items": {"not": {}}}},
+            {"type": "json_schema", "json_schema": {"items": {"not": {"const": 1}}}},
             "json_schema: the keyword 'not' is not supported",
         ),
         ({"type": "or", "elements": [{"type": "regex", "pattern": "["}]}, "format.elements.0.pattern"),
@@ -114,7 +114,8 @@ def test_answer_follows_the_older_form(follows):
     ],
 )
 def test_part_at_fault_is_named(compiler, form, place):
+    tag = {"type": "structural_tag", "format": form}
     with pytest.raises(RequestError) as refused:
-        compiler.compile(StructuredOutput(structural_tag={"type": "structural_tag", "format": form}, place="here"))
+        compiler.compile(StructuredOutput(structural_tag=tag, strict=True, place="here"))
     assert place in str(refused.value)
     assert refused.value.field == "here"

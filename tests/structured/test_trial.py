@@ -1,5 +1,7 @@
 """Grammars whose compilation would end or fill the process are refused, because they are tried in another one first."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxserve.core.errors import RequestError
@@ -21,7 +23,8 @@ FATAL = {
     "chain of terminals": StructuredOutput(grammar=chain("start: R0", 'R{}: "a" R{}', 'R{}: "z"')),
     "circle of rules": StructuredOutput(grammar=chain("start: r0", 'r{}: r{} "a" |', "r{}: r0")),
     "chain of references": StructuredOutput(
-        json={"$ref": "#/$defs/0", "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(RULES)}}
+        json={"$ref": "#/$defs/0", "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(RULES)}},
+        strict=True,
     ),
     "long expression": StructuredOutput(regex="a?" * 100_000),
 }
@@ -34,6 +37,15 @@ def test_a_grammar_that_would_end_the_process_is_refused(compiler, kind) -> None
     assert compiler.compile(StructuredOutput(regex="a+")).start().error == ""
 
 
+def test_a_schema_that_is_too_large_is_left_out_unless_it_is_strict(compiler, follows, caplog) -> None:
+    asked = StructuredOutput(json={"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(5000)}})
+    assert follows(asked, '{"p1": 5}')
+    assert not follows(asked, "5")
+    assert caplog.messages == ["json: answers are not held to #"]
+    chain = FATAL["chain of references"]
+    assert follows(replace(chain, strict=False), "5")
+
+
 def test_a_grammar_of_many_rules_is_compiled(compiler) -> None:
     rules = "\n".join(f'r{i}: "a{i}" r{(i + 7) % 300}?' for i in range(300))
     compiler.compile(StructuredOutput(grammar="start: " + " | ".join(f"r{i}" for i in range(300)) + "\n" + rules))
@@ -42,7 +54,10 @@ def test_a_grammar_of_many_rules_is_compiled(compiler) -> None:
 def test_a_trial_tells_the_error_and_the_memory() -> None:
     trials = GrammarTrials(300, {"<end>": 299}, 299)
     invalid, special, small, large = trials.run(
-        ("regex", "a)"), ("grammar", 'start: "a" <[299]>'), ("regex", "a?" * 300), ("regex", "a?" * 3000)
+        ("regex", "a)", False),
+        ("grammar", 'start: "a" <[299]>', False),
+        ("regex", "a?" * 300, False),
+        ("regex", "a?" * 3000, False),
     )
     assert "a)" in invalid.error
     assert special.error == small.error == large.error == ""
@@ -50,10 +65,12 @@ def test_a_trial_tells_the_error_and_the_memory() -> None:
 
 
 def test_an_error_names_the_part_at_fault(compiler) -> None:
-    parts = [StructuredOutput(json={"type": kind}, place=f"tools.{kind}") for kind in ("object", "nothing")]
+    parts = [
+        StructuredOutput(json={"type": kind}, strict=True, place=f"tools.{kind}") for kind in ("object", "nothing")
+    ]
     grammar = 'start: %json {"type": "nothing"}'
     with pytest.raises(RequestError) as refused:
-        compiler.compile(StructuredOutput(grammar=grammar, place="tools", parts=parts))
+        compiler.compile(StructuredOutput(grammar=grammar, strict=True, place="tools", parts=parts))
     assert refused.value.field == "tools.nothing"
 
 
@@ -63,7 +80,7 @@ def test_a_trial_starts_another_process_if_the_first_has_ended() -> None:
     assert trials._process is not None
     trials._process.kill()
     trials._process.wait()
-    assert not trials.run(("regex", "a"))[0].error
+    assert not trials.run(("regex", "a", False))[0].error
 
 
 def test_the_process_of_trials_ends_with_them() -> None:

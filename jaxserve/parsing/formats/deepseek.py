@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from jaxserve.parsing.events import CallBegun
 from jaxserve.parsing.formats.base import ToolFormat
-from jaxserve.parsing.json_text import Head, arguments
+from jaxserve.parsing.json_arguments import arguments
+from jaxserve.parsing.json_text import Head
 from jaxserve.parsing.source import Parsing, Source
 from jaxserve.parsing.tools import Tool
 
@@ -23,7 +24,7 @@ class CallSection(ToolFormat):
     fence: ClassVar[str] = ""  # the text between the arguments and the end
 
     def head(self, source: Source, tools: Sequence[Tool], trigger: str) -> Parsing[Head | None]:
-        if (yield from source.spaced(self.call)) is None:
+        if trigger != self.call and (yield from source.spaced(self.call)) is None:
             return None
         yield from source.space()
         name = yield from self.introduction(source)
@@ -38,16 +39,14 @@ class CallSection(ToolFormat):
         following: Head | None = head
         while following is not None:
             yield CallBegun(following.name)
-            yield from arguments(source, self.end)
-            yield from source.attempt(self._end_of_call(source))
+            yield from arguments(source, self.end, self.call)
+            while (yield from source.attempt(source.spaced("}"))):
+                pass
+            if self.fence:
+                yield from source.attempt(source.spaced(self.fence))
+            while (yield from source.attempt(source.spaced(self.end))):
+                pass
             following = yield from source.attempt(self.head(source, tools, ""))
-        yield from source.attempt(source.spaced(self.closing))
-
-    def _end_of_call(self, source: Source) -> Parsing[bool | None]:
-        yield from source.space()
-        if self.fence:
-            yield from source.literal(self.fence)
-        return (yield from source.spaced(self.end))
 
     def after(self) -> str:
         return self.end
@@ -59,7 +58,8 @@ class DeepSeekV31(CallSection):
     name = "deepseek_v31"
     call, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     opening, closing = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-    triggers = (opening,)
+    triggers = (opening, call)  # the first is left out at times
+    ends = (end, closing)
     markers = (opening, call, sep, end, closing)
 
     def introduction(self, source: Source) -> Parsing[str]:
@@ -84,7 +84,8 @@ class DeepSeekV3(DeepSeekV31):
         yield from source.space()
         name = yield from source.run(NAME_RUN)
         yield from source.space()
-        return name if (yield from source.literal("```json")) else ""
+        yield from source.literal("```json")
+        return name
 
     def before(self, name: str) -> str:
         return f"{self.call}function{self.sep}{name}\n```json\n"
@@ -99,7 +100,8 @@ class KimiK2(CallSection):
     name = "kimi_k2"
     call, sep, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
     opening, closing = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-    triggers = (opening,)
+    triggers = (opening, call)  # the first is left out at times
+    ends = (end, closing)
     markers = (opening, call, sep, end, closing)
 
     def introduction(self, source: Source) -> Parsing[str]:

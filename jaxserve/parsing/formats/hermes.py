@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from jaxserve.parsing.formats.base import ToolFormat, call_in_json
-from jaxserve.parsing.json_text import Head, call_body, call_head
+from jaxserve.parsing.json_arguments import call_body
+from jaxserve.parsing.json_text import Head, call_head
 from jaxserve.parsing.source import Parsing, Source
 from jaxserve.parsing.tools import Tool
 
@@ -17,14 +18,21 @@ class Hermes(ToolFormat):
     triggers = ("<tool_call>",)
     separator = "\n"
     close: ClassVar[str] = "</tool_call>"
+    ends: ClassVar[tuple[str, ...]] = (close,)
 
     def head(self, source: Source, tools: Sequence[Tool], trigger: str) -> Parsing[Head | None]:
         yield from source.space()
         return (yield from call_head(source))
 
     def body(self, source: Source, tools: Sequence[Tool], head: Head) -> Parsing[None]:
-        yield from call_body(source, head, self.close)
-        yield from source.attempt(source.spaced(self.close))
+        following: Head | None = head
+        while following is not None:  # some models write several calls in a tag
+            yield from call_body(source, following, self.close, self.triggers[0])
+            following = yield from source.attempt(self._next(source))
+
+    def _next(self, source: Source) -> Parsing[Head | None]:
+        yield from source.space()
+        return (yield from call_head(source, needs_arguments=True))
 
     def before(self, name: str) -> str:
         return f"{self.triggers[0]}\n{call_in_json(name)}"
@@ -41,6 +49,7 @@ class InternLM(Hermes):
     triggers = ("<|action_start|><|plugin|>",)
     separator = ""
     close = "<|action_end|>"
+    ends = (close,)
 
     def after(self) -> str:
         return f"}}{self.close}"

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jaxserve.parsing.formats.base import ToolFormat, call_in_json
-from jaxserve.parsing.json_text import Head, call_body, call_head
+from jaxserve.parsing.formats.base import ToolFormat, call_in_json, names_of
+from jaxserve.parsing.json_arguments import call_body
+from jaxserve.parsing.json_text import Head, call_head
 from jaxserve.parsing.source import Parsing, Source
 from jaxserve.parsing.tools import Tool
 
@@ -13,19 +14,25 @@ class JsonList(ToolFormat):
     """A marker, [{"name": "f", "arguments": {...}}, ...], and in some formats a closing marker."""
 
     separator = ", "
+    resumes = ("{",)
     close: ClassVar[str] = ""
 
     def head(self, source: Source, tools: Sequence[Tool], trigger: str) -> Parsing[Head | None]:
-        return (yield from _next(source, "["))
+        opened = yield from source.attempt(source.spaced("["))
+        yield from source.space()
+        return (yield from call_head(source, needs_arguments=not opened))
+
+    def resumed_head(self, source: Source, tools: Sequence[Tool], before: str) -> Parsing[Head | None]:
+        source.back(len(before))
+        return (yield from call_head(source, names_of(tools), plain=True))
 
     def body(self, source: Source, tools: Sequence[Tool], head: Head) -> Parsing[None]:
         following: Head | None = head
         while following is not None:
-            yield from call_body(source, following, self.close)
-            following = yield from source.attempt(_next(source, ","))
-        yield from source.attempt(source.spaced("]"))
-        if self.close:
-            yield from source.attempt(source.spaced(self.close))
+            yield from call_body(source, following, self.close, self.triggers[0])
+            following = yield from source.attempt(_next(source))
+        while (yield from source.attempt(source.spaced("]"))):
+            pass
 
     def before(self, name: str) -> str:
         return call_in_json(name)
@@ -60,13 +67,13 @@ class Jamba(JsonList):
     markers = ("<tool_calls>", "</tool_calls>")
     triggers = ("<tool_calls>",)
     close = "</tool_calls>"
+    ends = (close,)
     opening = "<tool_calls>["
     closing = "]</tool_calls>"
 
 
-def _next(source: Source, before: str) -> Parsing[Head | None]:
-    """Take the beginning of the list or a comma, and the head of the call after it."""
-    if (yield from source.spaced(before)) is None:
-        return None
+def _next(source: Source) -> Parsing[Head | None]:
+    """Take a comma, which may be missing, and the head of the call after it."""
+    yield from source.attempt(source.spaced(","))
     yield from source.space()
-    return (yield from call_head(source))
+    return (yield from call_head(source, needs_arguments=True))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from jaxserve.parsing.events import CallBegun
 from jaxserve.parsing.formats.base import NAME_RUN, ToolFormat
 from jaxserve.parsing.formats.json_list import JsonList
-from jaxserve.parsing.json_text import Head, arguments
+from jaxserve.parsing.json_arguments import arguments
+from jaxserve.parsing.json_text import Head
 from jaxserve.parsing.source import Parsing, Source
 from jaxserve.parsing.tools import Tool
 
@@ -42,6 +43,8 @@ class Mistral(JsonList):
         if isinstance(head, NamedHead):
             yield CallBegun(head.name)
             yield from arguments(source, OPEN)
+            while (yield from source.attempt(source.spaced("}"))):
+                pass
         else:
             yield from super().body(source, tools, head)
 

@@ -1,20 +1,24 @@
 """Calls as Python writes them: Llama 3.2 and 4, Olmo 3."""
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxserve.parsing.events import ArgumentsDelta, CallBegun
-from jaxserve.parsing.formats.base import NAME_RUN, ToolFormat, names_of, writable
+from jaxserve.parsing.events import CallBegun
+from jaxserve.parsing.formats.base import NAME_RUN, ToolFormat, names_of, writable_parameters
+from jaxserve.parsing.formats.keyword_arguments import KeywordArguments, keyword_before
 from jaxserve.parsing.json_text import Head
-from jaxserve.parsing.python_text import to_json
-from jaxserve.parsing.schemas import COMBINATIONS, OF_OBJECTS, json_rule, object_schema, parameters_of, refuse
+from jaxserve.parsing.schemas import (
+    COMBINATIONS,
+    OF_OBJECTS,
+    json_rule,
+    object_schema,
+    refuse,
+    types_of,
+)
 from jaxserve.parsing.source import Parsing, Source
 from jaxserve.parsing.tools import Tool
-
-OUTSIDE_RUN = re.compile(r"""[^\[\](){}"',]+""")
 
 
 @dataclass(frozen=True)
@@ -28,29 +32,38 @@ class Pythonic(ToolFormat):
     """[f(a=1, b="x"), g()] at the beginning of an answer.
 
     Values are literals of Python or JSON. Only calls of tools are calls; without keywords, as in f(1), they are not.
-    The arguments are sent keyword by keyword. A value that is no literal is sent as a string.
+    The arguments are sent keyword by keyword. A value that is no literal is sent as a string (`KeywordArguments`).
     """
 
     name = "pythonic"
     first = "["
     opening, separator, closing = "[", ", ", "]"
-    comma: ClassVar[str] = ","  # what the parser wants between two calls, besides white space
+    resumes: ClassVar[tuple[str, ...]] = (",",)
     end: ClassVar[str] = "]"  # what may come after the last call
-    close: ClassVar[str] = ""  # what may come after this
 
     def head(self, source: Source, tools: Sequence[Tool], trigger: str) -> Parsing[Head | None]:
-        return (yield from _call(source, tools, "["))
+        if (yield from source.spaced("[")) is None:
+            return None
+        return (yield from _call(source, tools))
+
+    def resumed_head(self, source: Source, tools: Sequence[Tool], before: str) -> Parsing[Head | None]:
+        return (yield from _call(source, tools))
 
     def body(self, source: Source, tools: Sequence[Tool], head: Head) -> Parsing[None]:
         following: Head | None = head
         while isinstance(following, PythonHead):
-            yield CallBegun(following.name)
-            if not (yield from _arguments(source, following.keyword)):
+            name = following.name
+            types = types_of(next(tool for tool in tools if tool.name == name))
+            yield CallBegun(name)
+            tags = (*self.ends, *self.triggers)
+            reader = KeywordArguments(source, types, names_of(tools), lambda: _call(source, tools), tags)
+            if not (yield from reader.read(following.keyword)):
                 return
-            following = yield from source.attempt(_call(source, tools, self.comma))
-        yield from source.attempt(source.spaced(self.end))
-        if self.close:
-            yield from source.attempt(source.spaced(self.close))
+            while (yield from source.attempt(source.spaced(")"))):
+                pass  # one too many
+            following = yield from source.attempt(_following(source, tools))
+        while self.end and (yield from source.attempt(source.spaced(self.end))):
+            pass
 
     def before(self, name: str) -> str:
         return f"{name}("
@@ -61,7 +74,7 @@ class Pythonic(ToolFormat):
     def arguments(self, tool: Tool, rule: str) -> Iterator[str]:
         """Yield a rule for keywords with JSON values, those that are required first and all others optional."""
         refuse(object_schema(tool), OF_OBJECTS + COMBINATIONS, tool)
-        parameters = list(parameters_of(tool).values())
+        parameters = writable_parameters(tool, NAME_RUN)
         required = [f"{rule}_{i}" for i, parameter in enumerate(parameters) if parameter.required]
         optional = [f"{rule}_{i}" for i, parameter in enumerate(parameters) if not parameter.required]
         if required:
@@ -72,7 +85,7 @@ class Pythonic(ToolFormat):
             for i in range(1, len(optional) + 1):
                 yield f"{rule}_after_{i}: " + (" ".join(f'(", " {each})?' for each in optional[i:]) or '""')
         for i, parameter in enumerate(parameters):
-            keyword = json.dumps(writable(parameter.name, NAME_RUN, tool) + "=")
+            keyword = json.dumps(parameter.name + "=")
             yield f"{rule}_{i}: {keyword} {json_rule(parameter.schema, tool.strict)}"
 
 
@@ -82,7 +95,7 @@ class Llama4Pythonic(Pythonic):
     name = "llama4_pythonic"
     markers = ("<|python_start|>", "<|python_end|>")
     triggers = ("<|python_start|>",)
-    close = "<|python_end|>"
+    ends = ("<|python_end|>",)
 
 
 class Olmo3(Pythonic):
@@ -91,88 +104,28 @@ class Olmo3(Pythonic):
     name = "olmo3"
     markers = ("<function_calls>", "</function_calls>")
     triggers = ("<function_calls>",)
-    first = comma = ""
-    end = "</function_calls>"
+    first = end = ""
+    ends = ("</function_calls>",)
+    resumes = ("\n", ",")
     opening, separator, closing = "<function_calls>\n", "\n", "\n</function_calls>"
 
     def head(self, source: Source, tools: Sequence[Tool], trigger: str) -> Parsing[Head | None]:
-        return (yield from _call(source, tools, ""))
+        return (yield from _call(source, tools))
 
 
-def _call(source: Source, tools: Sequence[Tool], before: str) -> Parsing[Head | None]:
-    """Take `before` and a call of a tool up to the value of its first keyword."""
-    if (yield from source.spaced(before)) is None:
-        return None
+def _call(source: Source, tools: Sequence[Tool]) -> Parsing[Head | None]:
+    """Take a call of a tool up to the value of its first keyword."""
     yield from source.space()
     name = yield from source.run(NAME_RUN)
     if name not in names_of(tools) or not (yield from source.literal("(")):
         return None
     if (yield from source.attempt(source.spaced(")"))):
-        return PythonHead(name)
-    keyword = yield from _keyword(source)
+        return PythonHead(name, "{}")
+    keyword = yield from keyword_before(source)
     return None if keyword is None else PythonHead(name, keyword=keyword)
 
 
-def _keyword(source: Source) -> Parsing[str | None]:
-    """Take a keyword and the equals sign."""
-    yield from source.space()
-    keyword = yield from source.run(NAME_RUN)
-    yield from source.space()
-    return keyword if keyword and (yield from source.literal("=")) else None
-
-
-def _arguments(source: Source, first: str) -> Parsing[bool]:
-    """Yield the arguments of a call, and return whether they are complete."""
-    keyword: str | None = first
-    yield ArgumentsDelta("{")
-    while keyword:
-        yield ArgumentsDelta(f"{json.dumps(keyword, ensure_ascii=False)}: ")
-        text = yield from _value(source)
-        end = yield from source.peek()
-        if not end:
-            yield ArgumentsDelta(text)
-            return False
-        yield ArgumentsDelta(to_json(text.strip()) or json.dumps(text.strip(), ensure_ascii=False))
-        if end == ",":
-            source.take(1)
-        if (yield from source.attempt(source.spaced(")"))):
-            break
-        if end != ",":
-            return False
-        keyword = yield from source.attempt(_keyword(source))
-        if keyword is None:
-            return False
-        yield ArgumentsDelta(", ")
-    yield ArgumentsDelta("}")
-    return True
-
-
-def _value(source: Source) -> Parsing[str]:
-    """Take the text of a value, up to a comma or bracket that is not part of it or the end of the answer."""
-    taken: list[str] = []
-    depth = 0
-    while True:
-        taken.append((yield from source.run(OUTSIDE_RUN)))
-        character = yield from source.peek()
-        if not character or (depth == 0 and character in ",)]}"):
-            return "".join(taken)
-        if character in "\"'":
-            taken.append((yield from _string(source, character)))
-            continue
-        depth += (character in "([{") - (character in ")]}")
-        taken.append(source.take(1))
-
-
-def _string(source: Source, quote: str) -> Parsing[str]:
-    """Take a string with its quotes, of which there may be three."""
-    three = yield from source.literal(quote * 3)
-    end = quote * 3 if three else quote
-    taken = [end if three else source.take(1)]
-    while True:
-        text, found, done = yield from source.piece(("\\", end))
-        taken += [text, found]
-        if found == "\\":
-            yield from source.peek()
-            taken.append(source.take(1))
-        elif done:
-            return "".join(taken)
+def _following(source: Source, tools: Sequence[Tool]) -> Parsing[Head | None]:
+    """Take a comma, which may be missing or in another place, and the beginning of the call after it."""
+    yield from source.attempt(source.spaced(","))
+    return (yield from _call(source, tools))

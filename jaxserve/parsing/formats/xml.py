@@ -5,10 +5,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from jaxserve.parsing.events import ArgumentsDelta, CallBegun
-from jaxserve.parsing.formats.base import NAME_RUN, ToolFormat, names_of, writable
+from jaxserve.parsing.events import CallBegun
+from jaxserve.parsing.formats.base import NAME_RUN, ToolFormat, names_of, writable_parameters
+from jaxserve.parsing.formats.tagged_values import KEY_RUN, NULLABLE_STRING, TaggedArguments, Tags, json_of
 from jaxserve.parsing.json_text import Head
-from jaxserve.parsing.python_text import to_json
+from jaxserve.parsing.lark import one_of
 from jaxserve.parsing.schemas import (
     COMBINATIONS,
     OF_OBJECTS,
@@ -16,16 +17,13 @@ from jaxserve.parsing.schemas import (
     json_rule,
     listed_values,
     object_schema,
-    parameters_of,
     refuse,
-    type_name,
+    types_of,
 )
 from jaxserve.parsing.source import Parsing, Source
 from jaxserve.parsing.tools import Tool
 
-STRING, NULLABLE_STRING = frozenset({"string"}), frozenset({"string", "null"})
 MAX_LEAST = 1000  # characters; llguidance refuses to count to many more, which is an error for strict tools only
-KEY_RUN = re.compile(r'[^<>"\n]+')
 
 
 class XmlCalls(ToolFormat):
@@ -36,11 +34,12 @@ class XmlCalls(ToolFormat):
     """
 
     close: ClassVar[str]  # the end of calls, of which there may be several after one trigger
+    end: ClassVar[str]  # the end of one call, "" if there is only that of all
     name_tags: ClassVar[tuple[str, str]]  # the text before and after the name of a tool
     key_tags: ClassVar[tuple[str, str]]  # the text before and after the name of a parameter
     value_tags: ClassVar[tuple[str, str]]  # the text before and after its value
-    end: ClassVar[str]  # the end of one call, "" if there is only that of all
     between: ClassVar[str] = "\n"  # white space between tags that models write
+    several: ClassVar[bool] = False  # whether calls follow each other before the end of all
     around: ClassVar[str] = ""  # white space at the edges of a value that is not part of it
 
     def head(self, source: Source, tools: Sequence[Tool], trigger: str) -> Parsing[Head | None]:
@@ -60,69 +59,37 @@ class XmlCalls(ToolFormat):
     def body(self, source: Source, tools: Sequence[Tool], head: Head) -> Parsing[None]:
         following: Head | None = head
         while following is not None:
+            while (yield from source.attempt(self._same_head(source, following.name))):
+                pass
             tool = next((tool for tool in tools if tool.name == following.name), None)
+            types = types_of(tool) if tool else {}
             yield CallBegun(following.name)
-            yield from self._arguments(source, parameters_of(tool) if tool else {})
-            inner = self.end and self.name_tags[0] not in self.triggers  # the end may be that of several calls
-            following = (yield from source.attempt(self.head(source, tools, ""))) if inner else None
-        if self.end:
-            yield from source.attempt(source.spaced(self.close))
+            yield from TaggedArguments(source, self._tags, types, lambda: self._begins_call(source, tools)).read()
+            following = (yield from source.attempt(self._following(source, tools))) if self.several else None
 
-    def _arguments(self, source: Source, parameters: Mapping[str, Parameter]) -> Parsing[None]:
-        """Yield the arguments of a call, and take its end."""
-        separator = ""
-        yield ArgumentsDelta("{")
-        while (key := (yield from source.attempt(self._key(source)))) is not None:
-            yield ArgumentsDelta(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-            separator = ", "
-            parameter = parameters.get(key)
-            types = parameter.types if parameter else frozenset()
-            yield from self._string(source) if types == STRING else self._other(source, types)
-        if (yield from source.attempt(self._end_of_call(source))):
-            yield ArgumentsDelta("}")
-
-    def _key(self, source: Source) -> Parsing[str | None]:
-        """Take the name of a parameter and the tags around it, up to its value."""
-        if (yield from source.spaced(self.key_tags[0])) is None:
-            return None
-        key = yield from source.run(KEY_RUN)
-        if not key or not (yield from source.literal(self.key_tags[1])):
-            return None
-        if self.value_tags[0] and (yield from source.spaced(self.value_tags[0])) is None:
-            return None
-        if self.around:
-            yield from source.literal(self.around)
-        return key
-
-    def _string(self, source: Source) -> Parsing[None]:
-        """Yield a value that is a string as it arrives."""
-        yield ArgumentsDelta('"')
-        done = False
-        while not done:
-            text, end, done = yield from source.piece(self._ends)
-            yield ArgumentsDelta(json.dumps(text, ensure_ascii=False)[1:-1])
-        if end:
-            yield ArgumentsDelta('"')
-
-    def _other(self, source: Source, types: frozenset[str]) -> Parsing[None]:
-        """Yield a value of one of the types, or of any, when it is complete."""
-        texts, done = [], False
-        while not done:
-            text, end, done = yield from source.piece(self._ends)
-            texts.append(text)
-        text = "".join(texts)
-        yield ArgumentsDelta(_json_of(text, types) if end else text)
-
-    def _end_of_call(self, source: Source) -> Parsing[bool | None]:
-        yield from source.space()
-        if self.end and (yield from source.literal(self.end)):
-            return True
-        return (yield from source.comes(self.close) if self.end else source.literal(self.close)) or None
+    def _following(self, source: Source, tools: Sequence[Tool]) -> Parsing[Head | None]:
+        """Take the end of a call and the head of one that follows without a trigger."""
+        yield from source.attempt(source.spaced(self.end))
+        return (yield from self.head(source, tools, ""))
 
     @property
-    def _ends(self) -> tuple[str, ...]:
-        end = self.value_tags[1]
-        return (self.around + end, end) if self.around else (end,)
+    def _tags(self) -> Tags:
+        openings = dict.fromkeys(filter(None, (*self.triggers, self.name_tags[0])))
+        return Tags(self.key_tags, self.value_tags, self.ends, tuple(openings), self.around)
+
+    def _begins_call(self, source: Source, tools: Sequence[Tool]) -> Parsing[bool | None]:
+        """Take the head of a call of a tool, None if none comes next."""
+        tags = self._tags
+        opening = yield from source.one_of(tags.openings)
+        head = (yield from self.head(source, tools, opening)) if opening else None
+        if head is None or head.name not in names_of(tools):
+            return None
+        yield from source.space()
+        return bool((yield from source.one_of((tags.key[0], *tags.ends)))) or None
+
+    def _same_head(self, source: Source, name: str) -> Parsing[bool | None]:
+        before, after = self.name_tags
+        return (yield from source.spaced(f"{before}{name}{after}")) if before else None
 
     def before(self, name: str) -> str:
         opening = "" if self.triggers[0] == self.name_tags[0] else self.triggers[0]
@@ -135,11 +102,11 @@ class XmlCalls(ToolFormat):
     def arguments(self, tool: Tool, rule: str) -> Iterator[str]:
         """Yield a rule for the parameters in the order of the schema."""
         refuse(object_schema(tool), OF_OBJECTS + COMBINATIONS, tool)
-        parameters = list(parameters_of(tool).values())
+        parameters = writable_parameters(tool, KEY_RUN)
         names = [f"{rule}_{i}" + ("" if parameter.required else "?") for i, parameter in enumerate(parameters)]
         yield f"{rule}: " + (" ".join(names) or '""')
         for i, parameter in enumerate(parameters):
-            key = writable(parameter.name, KEY_RUN, tool).join(self.key_tags)
+            key = parameter.name.join(self.key_tags)
             before = key + (self.between + self.value_tags[0] if self.value_tags[0] else "") + self.around
             yield f"{rule}_{i}: {json.dumps(before)} {rule}_{i}_value {json.dumps(self.between)}"
             yield from self._value_rules(parameter, tool, f"{rule}_{i}_value")
@@ -153,14 +120,14 @@ class XmlCalls(ToolFormat):
         if free and ("string" not in parameter.types or not parameter.types <= NULLABLE_STRING):
             yield f"{rule}: {json_rule(parameter.schema, tool.strict)} {end}"
             return
-        texts = dict.fromkeys(map(json.dumps, _choices(parameter)))
-        choices = [f"({' | '.join(texts)}) {end}"] if texts else []
+        texts = dict.fromkeys(_choices(parameter))
+        choices = [f"{one_of(texts)} {end}"] if texts else []
         yield f"{rule}: " + " | ".join(choices + [f"{rule}_{i}" for i in range(len(free))])
-        tag = self.value_tags[1].replace("/", r"\/")
+        tags = "|".join(tag.replace("/", r"\/") for tag in (self.value_tags[1], self.key_tags[0], *self.ends))
         for i, schema in enumerate(free):
             terminal = f"{rule}_{i}".upper()
             limits = " & ".join(_limits(schema, tool))
-            yield rf"{terminal}: {limits} & ~/(.|\n)*{tag}(.|\n)*/"
+            yield rf"{terminal}: {limits} & ~/(.|\n)*({tags})(.|\n)*/"
             yield f"{rule}_{i}[lazy]: {terminal} {end}"
 
 
@@ -171,6 +138,7 @@ class Qwen3Coder(XmlCalls):
     markers = ("<tool_call>", "</tool_call>")
     triggers = ("<tool_call>", "<function=")  # the first is left out at times
     close, end = "</tool_call>", "</function>"
+    ends = (end, close)
     name_tags, key_tags, value_tags = ("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>")
     separator = around = "\n"
 
@@ -182,6 +150,7 @@ class Glm45(XmlCalls):
     markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     triggers = ("<tool_call>",)
     close, end = "</tool_call>", ""
+    ends = (close,)
     name_tags, key_tags, value_tags = ("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")
     separator = "\n"
 
@@ -198,8 +167,10 @@ class MiniMaxM2(XmlCalls):
 
     name = "minimax_m2"
     markers = ("<minimax:tool_call>", "</minimax:tool_call>")
-    triggers = ("<minimax:tool_call>",)
+    triggers = ("<minimax:tool_call>", '<invoke name="')
+    several = True
     close, end = "</minimax:tool_call>", "</invoke>"
+    ends = (end, close)
     name_tags, key_tags, value_tags = ('<invoke name="', '">'), ('<parameter name="', '">'), ("", "</parameter>")
     separator = "\n"
 
@@ -209,21 +180,12 @@ class SeedOss(XmlCalls):
 
     name = "seed_oss"
     markers = ("<seed:tool_call>", "</seed:tool_call>")
-    triggers = ("<seed:tool_call>",)
+    triggers = ("<seed:tool_call>", "<function=")
+    several = True
     close, end = "</seed:tool_call>", "</function>"
+    ends = (end, close)
     name_tags, key_tags, value_tags = ("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>")
     separator = "\n"
-
-
-def _json_of(text: str, types: frozenset[str]) -> str:
-    """Return what a value says as JSON. `types`: those that it may have, none if any."""
-    value = to_json(text.strip())
-    if value is not None and "string" in types:
-        kind = type_name(json.loads(value))
-        allowed = kind in types or (kind == "integer" and "number" in types)
-        if not allowed or (kind == "string" and types <= NULLABLE_STRING):
-            value = None
-    return json.dumps(text, ensure_ascii=False) if value is None else value
 
 
 def _choices(parameter: Parameter) -> list[str]:
@@ -234,7 +196,7 @@ def _choices(parameter: Parameter) -> list[str]:
 
 def _text_of(value: Any, types: frozenset[str]) -> str:
     """Return the text of a value that is read as this value: strings as they are, unless they say something else."""
-    if isinstance(value, str) and json.loads(_json_of(value, types)) == value:
+    if isinstance(value, str) and json.loads(json_of(value, types) or "null") == value:
         return value
     return json.dumps(value, ensure_ascii=False)
 
