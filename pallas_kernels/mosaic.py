@@ -16,6 +16,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.once import Launch, lowered_once
 
+WARPGROUP = "warpgroup"  # the axis of the warpgroups of a program
 WARPGROUP_ROWS = 64  # rows of the first operand of a warpgroup's product
 SWIZZLES = (128, 64, 32)  # bytes
 CAN_INTERPRET = hasattr(plgpu, "InterpretGPUParams")  # jax 0.11 and later
@@ -110,13 +111,15 @@ def launch(
     grid: Mapping[str, int],
     scratch: Mapping[str, Any],
     *,
+    warpgroups: int = 1,
     interpret: Any = False,
 ) -> Launch:
     """Return a function of device arrays that runs `kernel(*inputs, *outputs, **scratch)` at each point of the grid.
 
-    Each program is one warpgroup. Kernels rely on the barriers that Mosaic puts around copies and stores when they
-    refill buffers that other warps have read. The last axis of the grid varies fastest. `interpret` simulates the
-    launch on a CPU instead: True, or JAX's parameters for it (`InterpretGPUParams`).
+    Each program has `warpgroups` warpgroups, which have its shared memory in common. Kernels rely on the barriers that
+    Mosaic puts around copies and stores when they refill buffers that other warps have read. The last axis of the grid
+    varies fastest. `interpret` simulates the launch on a CPU instead: True, or JAX's parameters for it
+    (`InterpretGPUParams`).
 
     A kernel is lowered once (`once`) for equal arguments of this function and operands of equal shapes. Its behaviour
     must depend on nothing else, and the arguments bound to `kernel` must be hashable.
@@ -129,11 +132,12 @@ def launch(
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         scratch_types=dict(scratch),
+        **({"num_threads": warpgroups, "thread_name": WARPGROUP} if warpgroups > 1 else {}),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
     )
     static = (kernel.func, kernel.args, frozenset(kernel.keywords.items()))
-    identity = (static, out, tuple(grid.items()), tuple(scratch.items()))
+    identity = (static, out, tuple(grid.items()), tuple(scratch.items()), warpgroups)
 
     def launched(*operands: Array) -> Any:
         # XLA may pass a slice of another array without a copy, at any offset, and Mosaic refuses an address that is not

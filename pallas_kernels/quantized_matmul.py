@@ -1,9 +1,10 @@
-"""Products of a few rows with a weight in 8 or 4 bits, which is read once in its stored form.
+"""Products of up to some hundred rows with a weight in 8 or 4 bits, which is read in its stored form.
 
 The bulk copy engine fetches codes to shared memory, several blocks ahead. They become 16-bit floats in registers, from
 where the tensor cores take them as the first operand; x is the second operand. So outputs fill the 64 rows of the first
 operand, even for a single row of x. A warpgroup multiplies x by whole numbers, and then the sums of each group by the
-group's scales, in float32.
+group's scales, in float32. With many rows, reading x from the L2 cache for every block of outputs takes longest. The
+warpgroups of a program therefore share x, and each has outputs of its own.
 """
 
 import math
@@ -22,12 +23,20 @@ from jax.typing import DTypeLike
 from jaxserve.core.numeric import ceil_div
 from jaxserve.quantization import QArray
 from pallas_kernels.blocks import HOPPER, DeviceBlocks
-from pallas_kernels.mosaic import WARPGROUP_ROWS, from_codes, launch, load, sum_of_products, tiles, transposed
+from pallas_kernels.mosaic import (
+    WARPGROUP,
+    WARPGROUP_ROWS,
+    from_codes,
+    launch,
+    load,
+    sum_of_products,
+    tiles,
+    transposed,
+)
 
 WORDS = 32  # words of 16 bits that are unpacked at once, with 16 // bits codes each
-# Above it XLA's dequantisation costs less than reading x for every block of outputs.
-MAX_ROWS = 256
-CHUNK = 128  # maximum number of rows of one program
+# Above it XLA's dequantisation costs less than decoding a weight once for every chunk of rows, by the weight's bits.
+MAX_ROWS = {4: 1024, 8: 512}
 
 Scaling = list[list[list[Array]]]
 """Scales [64], and zeros if the weight has them, for each part of the outputs and each group of a step."""
@@ -38,8 +47,8 @@ def supports(rows: int, dtype: DTypeLike, w: QArray) -> bool:
     unit = _unit(w.bits)
     return (
         dtype == jnp.bfloat16
-        and 1 <= rows <= MAX_ROWS
-        and w.bits in (4, 8)
+        and w.bits in MAX_ROWS
+        and 1 <= rows <= MAX_ROWS[w.bits]
         and math.prod(w.shape[:-1]) % 64 == 0
         and w.size % unit == 0
         and (w.group % unit == 0 or (w.bits == 4 and w.group in (32, 64)))
@@ -54,7 +63,8 @@ def quantized_matmul(x: Array, w: QArray, *, blocks: DeviceBlocks = HOPPER, inte
     """
     rows, size = x.shape
     out, unit = math.prod(w.shape[:-1]), _unit(w.bits)
-    chunk = min(CHUNK, max(8, 1 << (rows - 1).bit_length()))
+    sizes = blocks.product(rows, w.bits)
+    chunk = min(sizes.chunk, max(8, 1 << (rows - 1).bit_length()))
     x = jnp.pad(x, ((0, -rows % chunk), (0, 0)))
     # A word holds two adjacent codes, and the kernel takes all first codes of a unit before all second codes.
     if w.bits == 8:
@@ -62,8 +72,7 @@ def quantized_matmul(x: Array, w: QArray, *, blocks: DeviceBlocks = HOPPER, inte
     codes = lax.bitcast_convert_type(jnp.asarray(w.codes).reshape(out, -1, 2), jnp.uint16)
     scaling = [jnp.asarray(leaf).reshape(out, -1) for leaf in (w.scales, w.zeros) if leaf is not None]
 
-    sizes = blocks.few_rows if chunk <= 32 else blocks.many_rows
-    outs = sizes.outs if out % sizes.outs == 0 else 64
+    outs, warpgroups = (sizes.outs, sizes.warpgroups) if out % sizes.outs == 0 else (WARPGROUP_ROWS, 1)
     words = words_for(w, sizes.words)
     step = words // WORDS * unit
     steps, programs = size // step, out // outs * (len(x) // chunk)
@@ -74,10 +83,14 @@ def quantized_matmul(x: Array, w: QArray, *, blocks: DeviceBlocks = HOPPER, inte
         out=jax.ShapeDtypeStruct((splits, len(x), out), jnp.float32),
         grid={"split": splits, "out": out // outs, "chunk": len(x) // chunk},
         scratch={
-            "codes_s": plgpu.SMEM((sizes.stages, outs, words), jnp.uint16, transforms=tiles(words, jnp.uint16)),
+            "codes_s": plgpu.SMEM(
+                (sizes.stages, warpgroups, outs // warpgroups, words), jnp.uint16, transforms=tiles(words, jnp.uint16)
+            ),
             "x_s": plgpu.SMEM((sizes.stages, chunk, step), x.dtype, transforms=tiles(WORDS, x.dtype)),
-            "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=sizes.stages),
+            "arrived": plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=sizes.stages),
+            "consumed": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=sizes.stages),
         },
+        warpgroups=warpgroups,
         interpret=interpret,
     )(x, codes, *scaling)
     return y.sum(axis=0)[:rows]
@@ -110,7 +123,7 @@ def _unit(bits: int) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """The operands of a program: the codes and scales of a block of outputs, and a chunk of rows of x.
+    """The operands of a warpgroup: the codes and scales of its outputs, and the chunk of rows of x of its program.
 
     Names end in _g for global memory and in _s for shared memory. A step is a fixed number of words of each output.
     """
@@ -118,9 +131,11 @@ class Block:
     x_g: Any
     codes_g: Any
     scaling_g: Sequence[Any]  # scales, and zeros if the weight has them
-    codes_s: Any  # [stages, outs, words]
+    codes_s: Any  # [stages, warpgroups, outputs, words]
     x_s: Any  # [stages, chunk, codes of a step]
-    arrived: Any
+    arrived: Any  # a barrier for each stage: codes of all warpgroups, and x
+    consumed: Any  # a barrier for each stage: all warpgroups have read x
+    warpgroup: Array | int
     out: Array  # the first output
     row: Array  # the first row of x
     bits: int
@@ -130,12 +145,12 @@ class Block:
     @property
     def steps(self) -> int:
         """The number of steps through all of C."""
-        return self.codes_g.shape[1] // self.codes_s.shape[2]
+        return self.codes_g.shape[1] // self.codes_s.shape[3]
 
     @property
     def parts(self) -> range:
         """The first outputs of the parts that are multiplied at once."""
-        return range(0, self.codes_s.shape[1], WARPGROUP_ROWS)
+        return range(0, self.codes_s.shape[2], WARPGROUP_ROWS)
 
     @property
     def width(self) -> int:
@@ -147,14 +162,30 @@ class Block:
         """The first codes of the groups in a step."""
         return range(0, self.x_s.shape[2], self.width)
 
-    def fetch(self, i: Array, slot: Array) -> None:
-        """Start to copy the codes and x of step i."""
-        _, outs, words = self.codes_s.shape
-        _, chunk, step = self.x_s.shape
+    def fetch_codes(self, i: Array, slot: Array) -> None:
+        """Start to copy the warpgroup's codes of step i."""
+        _, _, outs, words = self.codes_s.shape
         codes = self.codes_g.at[pl.ds(self.out, outs), pl.ds(i * words, words)]
-        plgpu.copy_gmem_to_smem(codes, self.codes_s.at[slot], self.arrived.at[slot])
-        columns = self.x_g.at[pl.ds(self.row, chunk), pl.ds(i * step, step)]
-        plgpu.copy_gmem_to_smem(columns, self.x_s.at[slot], self.arrived.at[slot])
+        plgpu.copy_gmem_to_smem(codes, self.codes_s.at[slot, self.warpgroup], self.arrived.at[slot])
+
+    def fetch_x(self, i: Array, slot: Array) -> None:
+        """Start to copy x of step i, which the first warpgroup does for all."""
+        _, chunk, step = self.x_s.shape
+
+        def fetch() -> None:
+            columns = self.x_g.at[pl.ds(self.row, chunk), pl.ds(i * step, step)]
+            plgpu.copy_gmem_to_smem(columns, self.x_s.at[slot], self.arrived.at[slot])
+
+        if self.codes_s.shape[1] == 1:
+            fetch()
+        else:
+            pl.when(self.warpgroup == 0)(fetch)
+
+    def wait_for_others(self, slot: Array) -> None:
+        """Let the first warpgroup wait until no warpgroup reads x of a stage any more."""
+        if self.codes_s.shape[1] > 1:
+            plgpu.barrier_arrive(self.consumed.at[slot])
+            pl.when(self.warpgroup == 0)(lambda: plgpu.barrier_wait(self.consumed.at[slot]))
 
     def scaling(self, i: Array) -> Scaling:
         """Return the scaling of step i, or of the last step if i is beyond it."""
@@ -170,7 +201,8 @@ class Block:
 
     def sums(self, slot: Array, part: int, by_group: list[list[Array]]) -> Iterator[Array]:
         """Yield the scaled sums f32 [64, chunk] of each group of a step, for the outputs of a part."""
-        codes = plgpu.layout_cast(self.codes_s[slot, pl.ds(part, WARPGROUP_ROWS)], plgpu.Layout.WGMMA)
+        own = self.codes_s[slot, self.warpgroup, pl.ds(part, WARPGROUP_ROWS)]
+        codes = plgpu.layout_cast(own, plgpu.Layout.WGMMA)
         shape = WARPGROUP_ROWS, self.x_s.shape[1]
         for start, (scale, *zero) in zip(self.groups, by_group, strict=True):
             sums = sum_of_products(shape, self._factors(slot, codes, start, zero), self.interpret)
@@ -190,22 +222,22 @@ class Block:
 
 
 def _kernel(
-    x_g, codes_g, *rest_g, codes_s, x_s, arrived, bits: int, group: int, splits: int, interpret: Any
+    x_g, codes_g, *rest_g, codes_s, x_s, arrived, consumed, bits: int, group: int, splits: int, interpret: Any
 ):  # fmt: skip
-    """Run one program: a block of outputs for a chunk of rows, over a share of the steps through C.
+    """Run one warpgroup: a block of outputs for a chunk of rows, over a share of the steps through C.
 
     Outputs are multiplied in parts of 64, one after another, all with the same x.
     """
     *scaling_g, y_g = rest_g
-    (stages, outs, _), chunk = codes_s.shape, x_s.shape[1]
-    out, row, split = lax.axis_index("out") * outs, lax.axis_index("chunk") * chunk, lax.axis_index("split")
-    block = Block(x_g, codes_g, scaling_g, codes_s, x_s, arrived, out, row, bits, group, interpret)
+    (stages, warpgroups, outs, _), chunk = codes_s.shape, x_s.shape[1]
+    warpgroup = lax.axis_index(WARPGROUP) if warpgroups > 1 else 0
+    out = (lax.axis_index("out") * warpgroups + warpgroup) * outs
+    row, split = lax.axis_index("chunk") * chunk, lax.axis_index("split")
+    barriers = arrived, consumed
+    block = Block(x_g, codes_g, scaling_g, codes_s, x_s, *barriers, warpgroup, out, row, bits, group, interpret)
     share = ceil_div(block.steps, splits)
     first = split * share
     after = jnp.minimum(first + share, block.steps)
-
-    def fetch(i: Array) -> None:
-        block.fetch(i, lax.rem(i - first, stages))
 
     def step(i: Array, carry: tuple[list[Array], Scaling]) -> tuple[list[Array], Scaling]:
         slot = lax.rem(i - first, stages)
@@ -218,12 +250,18 @@ def _kernel(
         @pl.when(i + stages < after)
         def _() -> None:
             plgpu.commit_smem()  # registers have read the codes, which the copy engine now overwrites
-            fetch(i + stages)
+            block.fetch_codes(i + stages, slot)
+            block.wait_for_others(slot)
+            block.fetch_x(i + stages, slot)
 
         return totals, next_scaling
 
-    for i in range(stages):
-        pl.when(first + i < after)(partial(fetch, first + i))
+    def begin(stage: int) -> None:
+        block.fetch_codes(first + stage, stage)
+        block.fetch_x(first + stage, stage)
+
+    for stage in range(stages):
+        pl.when(first + stage < after)(partial(begin, stage))
     nothing = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, chunk), jnp.float32), plgpu.Layout.WGMMA)
     totals, _ = lax.fori_loop(first, after, step, ([nothing for _ in block.parts], block.scaling(first)))
     for part, total in zip(block.parts, totals, strict=True):

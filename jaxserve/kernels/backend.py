@@ -24,5 +24,10 @@ def device_kind() -> str:
     return devices()[0].device_kind
 
 
+def runs_on_gpu() -> bool:
+    """Return whether JAX's default device is a GPU."""
+    return devices()[0].platform == "gpu"
+
+
 def _is_hopper(device: jax.Device) -> bool:
     return device.platform == "gpu" and getattr(device, "compute_capability", None) == HOPPER

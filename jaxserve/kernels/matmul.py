@@ -11,7 +11,7 @@ from jax import lax
 from jaxserve.core.config import KernelBackend
 from jaxserve.core.dequantization import outputs_by_tile
 from jaxserve.core.numeric import ceil_div
-from jaxserve.kernels.backend import device_kind, uses_native, uses_pallas
+from jaxserve.kernels.backend import device_kind, runs_on_gpu, uses_native, uses_pallas
 from jaxserve.kernels.native import matmul as native
 from jaxserve.kernels.operands import LeftOperand, as_matrix, value_of
 from jaxserve.quantization import QArray
@@ -101,7 +101,13 @@ def _dot(x: LeftOperand, w: jax.Array | QArray, residual: jax.Array | None, *, d
 
 
 def _plain_dot(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    """Return x [R, c] times w [N, c], summed in float32 and then rounded.
+
+    Products on a GPU round the sums that they hold in registers. Asked for float32, they would write twice the bytes,
+    and another kernel would read and round them. XLA's CPU backend would sum in 16 bits.
+    """
+    summed = dtype if x.dtype == dtype and runs_on_gpu() else jnp.float32
+    y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=summed)
     return y.astype(dtype)
 
 

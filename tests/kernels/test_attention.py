@@ -166,19 +166,19 @@ def test_attention_of_a_row_does_not_depend_on_other_rows():
         np.testing.assert_array_equal(alone[0].astype(jnp.float32), together[row].astype(jnp.float32))
 
 
+@pytest.mark.parametrize("unit", [True, False], ids=["matrix unit", "vectors"])
 @pytest.mark.parametrize("shape", [Shape(Q=32, S=16, W=40), Shape(G=1, D=128, Q=32), Shape(window=9, Q=32)], ids=repr)
-def test_attention_on_the_matrix_unit_is_as_exact_as_on_vectors(native_kernels, shape):
-    if "amx" not in native_kernels.variants():
-        pytest.skip("needs a CPU with a matrix unit (AMX)")
-    problem = make_problem(replace(shape, B=0, N=4, dtype="bfloat16"), 7)
-    with_unit, without = (
-        native_kernels.paged_attention(
-            problem.q, problem.pool, problem.meta, scale=SCALE, window=shape.window, matrix_unit=unit
-        ).astype(jnp.float32)
-        for unit in (True, False)
+def test_attention_of_tiles_in_bfloat16_errs_by_little_more_than_its_rounding(native_kernels, shape, unit):
+    """Its weights are exact on the matrix unit, and have 8 bits on vectors of pairs of bfloat16 (AVX512-BF16)."""
+    shape = replace(shape, B=0, N=4, dtype="bfloat16")
+    problem, answer = solved(shape, 7)
+    out = native_kernels.paged_attention(
+        problem.q, problem.pool, problem.meta, scale=SCALE, window=shape.window, matrix_unit=unit
     )
-    assert (with_unit == without).mean() > 0.97  # the others are one rounding apart
-    np.testing.assert_allclose(with_unit, without, rtol=2**-7, atol=3e-5)
+    exact_weights = unit and "amx" in native_kernels.variants()
+    error, rounding = (np.square(np.asarray(x, np.float64) - answer).mean() for x in (out, answer.astype(jnp.bfloat16)))
+    assert error <= rounding * (1.02 if exact_weights else 1.5)
+    np.testing.assert_allclose(np.asarray(out, np.float32), answer, rtol=2**-7, atol=1e-4 if exact_weights else 5e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -339,8 +339,8 @@ def test_empty_cxx_means_the_default_compiler(monkeypatch, given, command):
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_missing_native_library_is_compiled_into_the_cache(nowhere, monkeypatch):
-    monkeypatch.setattr(native.build, "FLAGS", [*native.build.FLAGS, "-O1"])  # a third of the time
-    monkeypatch.setattr(native.build, "UNITS", {})  # what other machines get: an eighth
+    for part, units in {"UNITS": {}, "ELSEWHERE": (("rows.cc", []),), "CHECKS": (), "CALLS": ("kv_call.cc",)}.items():
+        monkeypatch.setattr(native.build, part, units)  # a part of it, which takes seconds
     library = native_library_path()()  # not loaded: its calls may be registered once in a process
     assert library.parent == nowhere / "jaxserve" / "native"
     assert library.exists()

@@ -1,12 +1,15 @@
 """Products with weights, compared with numpy."""
 
+import re
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.kernels import grouped_matmul, matmul
-from tests.support.internals import ragged_matmul
+from tests.support.internals import pretend_gpu, ragged_matmul
 
 
 def normal(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
@@ -36,6 +39,21 @@ def test_matmul_contracts_several_axes(rows: int):
 def test_matmul_keeps_float32_sums_when_asked():
     x, w = jnp.ones((4, 4097), jnp.bfloat16), jnp.ones((1, 4097), jnp.bfloat16)
     assert float(matmul(x, w, dtype=jnp.float32)[0, 0]) == 4097, "bfloat16 holds 4096 but not 4097"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_product_on_a_gpu_gives_the_result_type_without_a_conversion(on_gpu: bool, monkeypatch: pytest.MonkeyPatch):
+    """Logits and the parts of split products stay float32, because what follows needs them so."""
+    pretend_gpu(monkeypatch, on_gpu)
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(8, 64), (32, 64)])
+
+    def types(**options) -> list[str]:
+        text = jax.jit(partial(matmul, backend="xla", **options)).trace(x, w).lower(lowering_platforms=("cuda",))
+        return re.findall(r"stablehlo.dot_general.*-> tensor<8x32x(\w+)>", text.as_text())
+
+    assert types() == ["bf16" if on_gpu else "f32"]
+    assert types(dtype=jnp.float32) == ["f32"]
+    assert types(all_reduce=lambda y: y) == ["f32"]
 
 
 @pytest.mark.parametrize(("x", "w", "contract"), [((4, 8), (3, 7), 1), ((4, 2, 8), (3, 8), 2)])

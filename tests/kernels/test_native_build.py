@@ -90,6 +90,69 @@ def test_failed_native_build_leaves_no_files(tmp_path, monkeypatch):
     assert list((tmp_path / "target").iterdir()) == []
 
 
+def hanging(tmp_path):
+    script = tmp_path / "c++"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_compiler_that_hangs_is_ended(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", hanging(tmp_path))
+    monkeypatch.setattr(build, "COMPILER_TIME", 0.2)
+    assert build.build_or_report(tmp_path / "target") is None
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "timed out" in said
+    assert list((tmp_path / "target").iterdir()) == []
+
+
+@pytest.mark.parametrize(("status", "said"), [(0, False), (1, True)])
+def test_compiler_is_only_quoted_if_it_fails(quick_compiler, tmp_path, capfd, status, said):
+    script = tmp_path / "c++"
+    script.write_text(f"{script.read_text()}echo 'a warning' >&2\nexit {status}\n")
+    build.build_or_report(tmp_path / "target")
+    assert ("a warning" in capfd.readouterr().err) == said
+
+
+def test_machine_without_threads_to_compile_uses_plain_xla(quick_compiler, tmp_path, monkeypatch, capsys):
+    def refused(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(build.ThreadPoolExecutor, "submit", refused)
+    assert build.build_or_report(tmp_path / "target") is None
+    assert "can't start new thread" in capsys.readouterr().err
+
+
+def test_files_that_replace_a_path_at_once_have_names_of_their_own(tmp_path):
+    path = tmp_path / "library"
+    with build.replacing(path) as first, build.replacing(path) as second:
+        assert first != second, "two containers may have processes of the same id"
+        first.write_text("first")
+        second.write_text("second")
+    assert path.read_text() == "first"
+    assert path.stat().st_mode & 0o444 == 0o444, "other users load it"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_folder_that_may_not_be_searched_has_no_library(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.stat", refused)
+    assert build.built(tmp_path) is None
+
+
+def test_command_without_a_home_folder_prints_one_line(quick_compiler, monkeypatch, capsys):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert build.build_or_report(None) is None
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_package_without_a_library_compiles_one_into_the_users_cache(quick_compiler, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found = native_library_path().__wrapped__()
@@ -107,3 +170,18 @@ def test_package_without_a_writable_cache_uses_plain_xla(quick_compiler, monkeyp
     monkeypatch.setattr(Path, "home", no_home)
     assert native_library_path().__wrapped__() is None
     assert "using the slower plain XLA" in caplog.text
+
+
+def test_compiler_that_does_not_know_the_matrix_unit_leaves_its_kernels_out(tmp_path, monkeypatch):
+    script, said = tmp_path / "c++", tmp_path / "commands"
+    script.write_text(
+        f'#!/bin/sh\ncase "$*" in *-mamx*) exit 1;; esac\necho "$@" >> {said}\n'
+        'while [ "$1" != -o ]; do shift; done\n: > "$2"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert build.build(tmp_path / "target").is_file()
+    commands = said.read_text()
+    assert "matmul_vnni.cc" in commands
+    assert "_amx" not in commands

@@ -12,6 +12,7 @@ from jaxserve.sampling import ops as sampler
 from jaxserve.sampling.device_sampler import DeviceSampler
 from jaxserve.sampling.programs import SamplerPrograms
 from tests.support.internals import sampling_calls, uniform_numbers
+from tests.support.thorough import some
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 every_width = pytest.mark.parametrize("lanes", [16, 8, 4])
@@ -143,6 +144,7 @@ def test_draws_report_rows_of_non_finite_logits(temperature: float, lanes: int) 
             DRAW(logits, parameters, newest, max_lanes=lanes),
             DRAW_ADJUSTED(logits, parameters, newest, *history, ids, biases, max_lanes=lanes),
             jax.jit(sampler.sample_random)(logits, parameters, newest),
+            jax.jit(sampler.sample_masked)(logits, parameters, newest),
             XLA(logits, parameters, newest, history, ids, biases),
         ]
         if temperature == 0:
@@ -161,7 +163,7 @@ def test_native_draw_for_a_slot_out_of_range_is_refused(slot: int) -> None:
         jax.block_until_ready(DRAW(np.zeros((ROWS, 9), np.float32), parameters, jnp.zeros(SLOTS + 1, jnp.int32)))
 
 
-@pytest.mark.parametrize(("backend", "native_runs"), [("auto", True), ("native", True), ("xla", False)])
+@pytest.mark.parametrize(("backend", "native_runs"), some([("auto", True), ("native", True), ("xla", False)], 2))
 def test_sampler_on_one_device_draws_natively_unless_xla_is_chosen(backend: str, native_runs: bool) -> None:
     several = jax.devices()[:2]
     for devices in [several[:1], several]:

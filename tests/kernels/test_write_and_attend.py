@@ -1,6 +1,7 @@
 """Rotation, writing and attention in one call, compared with separate calls."""
 
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import Array
 from jaxserve.kernels import AttentionMeta, HeadNorms, Pool, ProjectedQKV, kv_pool, write_and_attend
 from jaxserve.kernels.kv import from_storage
 from tests.kernels.problems import Problem, Shape, make_problem
+from tests.support.thorough import some
 
 SHAPES = {
     "gqa": Shape(),
@@ -73,8 +75,7 @@ def problem_of(shape: Shape, normed: bool = False) -> tuple[Problem, ProjectedQK
     return problem, projected(shape, len(problem.q), normed), slots
 
 
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "normed"), some(product(SHAPES, [False, True]), 9))
 def test_write_and_attend_equals_write_then_attend(native_kernels, name, normed):
     shape = SHAPES[name]
     problem, qkv, slots = problem_of(shape, normed)

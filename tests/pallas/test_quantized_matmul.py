@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,9 +14,10 @@ from jaxserve.kernels.backend import uses_pallas
 from jaxserve.quantization import QArray
 from jaxserve.quantization.packing import packed_bytes
 from jaxserve.quantization.rounding import quantize
-from pallas_kernels.blocks import HOPPER, MatmulBlocks
+from pallas_kernels.blocks import HOPPER, MatmulBlocks, blocks_for
 from pallas_kernels.quantized_matmul import quantized_matmul, splits_for, supports
 from tests.pallas.conftest import lowered
+from tests.support.thorough import some
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,27 @@ def test_gpu_product_decodes_every_code(interpret):
         np.testing.assert_array_equal(out.T, w.dequantize())
 
 
-@pytest.mark.parametrize(
-    "sizes", [MatmulBlocks(64, 2, 1, 32), MatmulBlocks(64, 3, 2, 64), MatmulBlocks(128, 2, 8, 128)], ids=str
-)
-def test_gpu_product_does_not_depend_on_block_sizes(interpret, sizes):
-    check(ProductShape(size=2048), blocks=replace(HOPPER, few_rows=sizes, many_rows=sizes), interpret=interpret)
+SIZES = [
+    MatmulBlocks(64, 32, 2, 1, 32),
+    MatmulBlocks(64, 128, 3, 2, 64),
+    MatmulBlocks(128, 64, 2, 8, 128),
+    MatmulBlocks(128, 64, 2, 1, 32, warpgroups=2),
+    MatmulBlocks(256, 32, 3, 2, 32, warpgroups=2),
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("rows", [3, 70])
+def test_gpu_product_does_not_depend_on_block_sizes(interpret, sizes, rows):
+    shape = ProductShape(rows, out=(256,), size=2048 if rows < 32 else 512)
+    blocks = replace(HOPPER, few_rows=sizes, many_rows=sizes, shared={4: sizes, 8: sizes})
+    check(shape, blocks=blocks, interpret=interpret)
+
+
+@pytest.mark.parametrize("rows", [33, 64, 65, 130, 300, 512])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gpu_product_is_right_with_the_block_sizes_of_an_h200(interpret, rows, bits):
+    check(ProductShape(rows, size=512, bits=bits), blocks=blocks_for("NVIDIA H200"), interpret=interpret)
 
 
 def test_small_product_is_split_until_all_cores_have_work():
@@ -101,6 +121,9 @@ REAL = {
     "256 rows": ProductShape(rows=256, out=(4096,), size=4096),
     "int8, one row": ProductShape(rows=1, out=(4096,), size=4096, bits=8),
     "int8, 200 rows": ProductShape(rows=200, out=(4096,), size=4096, bits=8, symmetric=False),
+    "128 rows, outputs of one warpgroup": ProductShape(rows=128, out=(64 * 9,), size=4096),
+    "1,024 rows, zeros": ProductShape(rows=1024, out=(4096,), size=14336, symmetric=False),
+    "int8, 512 rows": ProductShape(rows=512, out=(28672,), size=4096, bits=8),
 }
 
 
@@ -127,6 +150,32 @@ def test_gpu_product_compiles_for_h200_without_a_dequantised_copy(compile_for_h2
     assert compiled.memory_analysis().temp_size_in_bytes < int(np.prod(w.shape))
 
 
+SPILLS = """
+import sys
+from functools import partial
+from tests.pallas.test_quantized_matmul import ProductShape, arguments
+from pallas_kernels.blocks import blocks_for
+from pallas_kernels.quantized_matmul import quantized_matmul
+from pallas_kernels.targets import compile_for
+
+shape = ProductShape(rows=int(sys.argv[2]), out=(4096,), size=4096, bits=int(sys.argv[1]))
+compile_for("h200", partial(quantized_matmul, blocks=blocks_for("NVIDIA H200")), *arguments(shape))
+"""
+
+
+@pytest.mark.parametrize(("bits", "rows"), some([(4, 512), (8, 512), (4, 8), (8, 8), (4, 64), (8, 128)], 2))
+def test_gpu_product_keeps_its_numbers_in_registers(compile_for_h200, bits, rows):
+    """ptxas reports what it spills, if Mosaic asks for it in a process of its own."""
+    run = subprocess.run(
+        [sys.executable, "-c", SPILLS, str(bits), str(rows)],
+        env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "0 bytes spill stores, 0 bytes spill loads" in run.stdout + run.stderr
+
+
 def test_product_backend_can_be_forced():
     x, w = arguments(SHAPES["int4"])
     assert "mosaic_gpu" in lowered(partial(matmul, backend="pallas"), x, w)
@@ -136,7 +185,7 @@ def test_product_backend_can_be_forced():
 @pytest.mark.parametrize(
     "shape",
     [
-        ProductShape(rows=257),
+        ProductShape(rows=1025),
         ProductShape(bits=3),
         ProductShape(out=(60,)),
         ProductShape(size=192, group=64),

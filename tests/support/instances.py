@@ -58,9 +58,6 @@ class TokenDevice:
         """Dispatch a step."""
         return ComputedStep((*work.decodes, *(chunk.sequence for chunk in work.chunks)), self.on_fetch)
 
-    def settle(self) -> None:
-        """Do nothing."""
-
 
 def facts(max_model_len: int = 256, **limits: int) -> ModelInfo:
     """Return the facts about the model."""

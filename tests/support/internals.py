@@ -3,6 +3,7 @@
 Only this module reaches for them: when an attribute is renamed, one line here changes and no test.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -196,9 +197,20 @@ def fused_keys(tier: Any) -> set[Any]:
     return set(tier._compiled)
 
 
-def unfused_uses(tier: Any) -> dict[Any, int]:
-    """Return how often steps of each key ran block by block."""
-    return dict(tier._uses)
+def watch_blocks(executor: Any, called: Callable[[Any], None]) -> None:
+    """Call `called` with the shape of each step of a stage that runs block by block."""
+    run = executor._run_blocks
+
+    def watched(index: int, stage: Any, shape: Any, *rest: Any) -> Any:
+        called(shape)
+        return run(index, stage, shape, *rest)
+
+    executor._run_blocks = watched
+
+
+def sought_keys(tier: Any) -> set[Any]:
+    """Return the keys for which a `FusedTier` has or has looked for executables."""
+    return {*tier._ready, *tier._missing}
 
 
 def saved_programs_of(warm: Any) -> Any:
@@ -303,6 +315,13 @@ def choose_devices(config: Any, model: Any) -> None:
     resolve._devices(resolve._num_devices(config), xla_multiplies=not resolve._native_multiplies_all(config, model))
 
 
+def budget_on(config: Any, *devices: Any) -> int:
+    """Return the memory budget (bytes) of a configuration for each of these devices."""
+    from jaxserve.planning import resolve
+
+    return resolve._budget(config, devices)
+
+
 def ragged_matmul(x: Any, w: Any, sizes: Any) -> Any:
     """Return a grouped product computed by XLA's ragged dot."""
     from jaxserve.kernels.grouped_matmul import _ragged
@@ -314,9 +333,9 @@ def uniform_numbers(seeds: Any, positions: Any) -> Any:
     """Return the uniform number that XLA draws for each seed and position."""
     import jax
 
-    from jaxserve.sampling import ops
+    from jaxserve.sampling.drawing import uniform
 
-    return jax.vmap(ops._uniform)(seeds, positions)
+    return jax.vmap(uniform)(seeds, positions)
 
 
 def native_library_path() -> Any:
@@ -343,3 +362,23 @@ def replace_lowered_kernels(patch: pytest.MonkeyPatch, kernels: dict) -> None:
 def simulated_devices(built: Any) -> Mapping[str, Any]:
     """Return the `SimDevice`s of a simulation, by instance."""
     return {name: logged.wraps.device for name, logged in built.control._host.actuators.items()}
+
+
+def masked_as_on_a_gpu(weights: Any, k: Any, p: Any) -> Any:
+    """Return weights after top_k and top_p, with thresholds that are found as on a GPU."""
+    from unittest.mock import patch
+
+    from jaxserve.sampling import drawing
+
+    def default(*operands: Any, default: Any, **_: Any) -> Any:
+        return default(*operands)
+
+    with patch.object(drawing.lax, "platform_dependent", default):
+        return drawing.top_p_mask(drawing.top_k_mask(weights, k), p)
+
+
+def pretend_gpu(monkeypatch: Any, on_gpu: bool) -> None:
+    """Let products be traced as if JAX's default device were a GPU, or not."""
+    from jaxserve.kernels import matmul
+
+    monkeypatch.setattr(sys.modules[matmul.__module__], "runs_on_gpu", lambda: on_gpu)

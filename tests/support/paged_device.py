@@ -45,14 +45,11 @@ class PagedDevice:
             step.compute(sequence, sequence.num_computed - 1, [token], samples=True)
         for index, chunk in enumerate(work.chunks):
             tokens = chunk.sequence.tokens[chunk.start : chunk.start + chunk.length]
-            step.compute(chunk.sequence, chunk.start, tokens, samples=chunk.last and not chunk.sequence.request.embed)
+            step.compute(chunk.sequence, chunk.start, tokens, samples=chunk.last and chunk.sequence.request.generates)
             step.score(index, chunk)
         if not work.sampled_late:
             step.sample()
         return step
-
-    def settle(self) -> None:
-        pass
 
     def move(self, moves: dict[int, int]) -> None:
         """Copy pages: {source: target}."""
@@ -140,7 +137,9 @@ class Burst:
 class Letters:
     """A tokenizer of which every token is one letter."""
 
-    def stream(self, skip_special_tokens: bool = True) -> "Letters":
+    def stream(
+        self, skip_special_tokens: bool = True, *, start: bool = False, after: tuple[int, ...] = ()
+    ) -> "Letters":
         return self
 
     def push(self, token_ids: tuple[int, ...]) -> str:

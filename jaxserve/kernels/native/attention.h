@@ -37,8 +37,15 @@ static inline int64_t first_position(const Attention& a, const Tile& t) {
   return t.start + 1 > a.window ? t.start + 1 - a.window : 0;
 }
 
-// Returns the number of floats of scratch memory that a kernel needs for a tile of `tokens` tokens.
-size_t scratch_floats(const Attention& a, int64_t tokens);
+// Returns the number of floats of scratch memory that a kernel needs for a tile of `tokens` tokens. The size suffices for every
+// kernel. attention.cc needs the keys, values, scores, decay and scales of a block, then q, out, total and top of every row. Kernels
+// for codes need less. columns.h needs half as much for keys and values, 64 floats of scores and weights for each position, and
+// 1.5 dims + 2 for each of up to 15 padding rows. attention_decode.cc needs 2 dims of q for each row and for up to 7 padding rows,
+// but no keys and values.
+static inline size_t scratch_floats(const Attention& a, int64_t tokens) {
+  const int64_t block = 64, lanes = 16, rows = tokens * a.groups, dims = (a.head_dim + 63) / 64 * 64;
+  return static_cast<size_t>(2 * block * dims + 72 * block + lanes + rows * (2 * dims + lanes + 1) + a.groups * dims);
+}
 
 // A kernel: it writes a tile's outputs. `after` is the tile that this thread computes next, whose memory is prefetched, or null.
 using Attend = void (*)(const Attention&, const Tile&, const Tile* after, float* scratch);

@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.kernels.meta import AttentionMeta
 from jaxserve.kernels.native import kv
-from jaxserve.kernels.native.library import ATTENTION, WRITE_AND_ATTEND
+from jaxserve.kernels.native.library import ATTENTION, WRITE_AND_ATTEND, targets
 from jaxserve.kernels.pool_segments import Pool
 from jaxserve.kernels.rope import ProjectedQKV
 
@@ -18,7 +18,8 @@ DIM_MULTIPLE = 16  # two vectors of 8 floats, which AVX2 processes at once
 
 def supports(dtype: DTypeLike, head_dim: int, pool: Pool) -> bool:
     """Return whether the kernels exist and support queries of this dtype and the pool."""
-    return kv.supports_write(dtype, pool) and head_dim % DIM_MULTIPLE == 0
+    exist = {ATTENTION, WRITE_AND_ATTEND} <= targets()
+    return exist and kv.supports_write(dtype, pool) and head_dim % DIM_MULTIPLE == 0
 
 
 def paged_attention(

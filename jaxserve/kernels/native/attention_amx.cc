@@ -7,19 +7,11 @@
 
 #if defined(__x86_64__) && defined(__linux__)
 
+#include "amx.h"
 #include "columns.h"
 
 namespace jaxserve {
 namespace {
-
-struct alignas(64) Config {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t column_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {kTile, kTile, kTile, kTile, kTile, kTile, kTile, kTile};
-};
-
-// Call this between writing memory and loading tiles from it: compilers do not know that tile loads read memory.
-inline void memory_barrier() { __asm__ volatile("" ::: "memory"); }
 
 // out[16 * (4 or 2) dims, 16 rows] += values * weights
 template <bool Four>
@@ -62,8 +54,9 @@ struct MatrixUnit {
   static constexpr int kTiles = 1;
 
   MatrixUnit() {
-    const Config config;
-    _tile_loadconfig(&config);
+    TileConfig config;
+    config.set(0, 8, kTile);
+    configure_tiles(config);
   }
   ~MatrixUnit() { _tile_release(); }
 

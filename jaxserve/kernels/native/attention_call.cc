@@ -9,8 +9,8 @@
 
 #include "attention.h"
 #include "kv.h"
-#include "machine.h"
 #include "parallel.h"
+#include "variants.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -20,41 +20,46 @@ namespace {
 
 constexpr int64_t kMaxLanes = 16;
 
-// Returns the fastest kernel of this machine with at most `max_lanes` floats in a vector, or null if there is none. Except for the
+// The limits on the choice of a kernel.
+struct Limits {
+  int64_t max_lanes;
+  bool matrix_unit;
+};
+
+// Returns the fastest kernel that may serve with at most `max_lanes` floats in a vector, or null if there is none. Except for the
 // kernel for codes, kernels process pairs of vectors, so that head_dim must be a multiple of twice the number of lanes.
 Attend best_attend(int64_t max_lanes, const Attention& a) {
+  const Work work = attention_of(a.bfloat16, a.int8);
   const auto fits = [&](int64_t lanes) { return lanes <= max_lanes && a.head_dim % (2 * lanes) == 0; };
 #if defined(__x86_64__)
-  const bool avx512 = max_lanes >= kMaxLanes && has_avx512();
-  if (avx512 && a.bfloat16 && a.int8 && a.head_dim % 16 == 0 && __builtin_cpu_supports("avx512vnni")) {
-    return attend_vnni;
-  }
-  if (avx512 && fits(16)) return attend_avx512;
-  if (fits(8) && has_avx2()) return attend_avx2;
+  if (max_lanes >= kMaxLanes && a.bfloat16 && a.int8 && a.head_dim % 16 == 0 && may(work, kVnni)) return attend_vnni;
+  if (fits(16) && may(work, kAvx512)) return attend_avx512;
+  if (fits(8) && may(work, kAvx2)) return attend_avx2;
 #endif
-  return fits(4) ? attend_baseline : nullptr;
+  return fits(4) && may(work, kPortable) ? attend_baseline : nullptr;
 }
 
 // Returns the kernel for decode rows, which have few query rows for each key, or `best`.
-Attend decode_attend([[maybe_unused]] const Attention& a, Attend best) {
+Attend decode_attend([[maybe_unused]] int64_t max_lanes, [[maybe_unused]] const Attention& a, Attend best) {
 #if defined(__x86_64__)
   if (!a.bfloat16 || a.int8) return best;
-  if (best == attend_avx2) return attend_decode_avx2;
-  if (best == attend_avx512 && a.head_dim <= 256 && __builtin_cpu_supports("avx512bf16")) return attend_decode_avx512;
+  const bool fits = max_lanes >= kMaxLanes && a.head_dim % (2 * kMaxLanes) == 0 && a.head_dim <= 256;
+  if (fits && may(kDecoding, kAvx512Bf16)) return attend_decode_avx512;
+  if (best == attend_avx2 && may(kDecoding, kAvx2)) return attend_decode_avx2;
 #endif
   return best;
 }
 
 // Returns the kernel for tiles of prompts: for the matrix unit, for pairs of bfloat16, or `best`. The choice does not depend on a
 // tile's length, so that a token's result does not depend on the division of its prompt into chunks.
-Attend chunk_attend([[maybe_unused]] bool matrix_unit, [[maybe_unused]] const Attention& a, Attend best) {
+Attend chunk_attend([[maybe_unused]] Limits limits, [[maybe_unused]] const Attention& a, Attend best) {
 #if defined(__x86_64__)
   if (!a.bfloat16 || a.int8 || a.head_dim % 32) return best;
+  const Work work = attention_of(true, false);
 #if defined(__linux__)
-  static const bool amx = has_amx();  // once, because cpuid is slow in a virtual machine
-  if (matrix_unit && amx) return attend_amx;
+  if (limits.matrix_unit && may(work, kAmx)) return attend_amx;
 #endif
-  if (best == attend_avx512 && __builtin_cpu_supports("avx512bf16")) return attend_avx512bf16;
+  if (limits.max_lanes >= kMaxLanes && may(work, kAvx512Bf16)) return attend_avx512bf16;
 #endif
   return best;
 }
@@ -121,12 +126,6 @@ struct Meta {
   const Vector &tile_starts, &tile_lengths;
 };
 
-// The limits on the choice of a kernel.
-struct Limits {
-  int64_t max_lanes;
-  bool matrix_unit;
-};
-
 // Computes the attention of a step: `all_tokens` rows of q, padding included, over a pool whose addresses `attention` lacks.
 ffi::Error attend(Attention attention, int64_t all_tokens, Pool pool, const Meta& meta, Limits limits) {
   auto job = std::make_shared<Job>();
@@ -135,8 +134,8 @@ ffi::Error attend(Attention attention, int64_t all_tokens, Pool pool, const Meta
   job->attention = attention;
   const int64_t pages = job->pool.pages;
   const Attend best = best_attend(limits.max_lanes, attention);
-  job->decode_attend = decode_attend(attention, best);
-  job->chunk_attend = chunk_attend(limits.matrix_unit, attention, best);
+  job->decode_attend = decode_attend(limits.max_lanes, attention, best);
+  job->chunk_attend = chunk_attend(limits, attention, best);
   if (best == nullptr) {
     return ffi::Error::InvalidArgument("paged_attention: no kernel for head_dim " + std::to_string(attention.head_dim));
   }
@@ -226,15 +225,6 @@ ffi::Error write_and_attend(ffi::AnyBuffer qkv, Angles cos, Angles sin, Slots sl
 }
 
 }  // namespace
-
-// The size suffices for every kernel. attention.cc needs the keys, values, scores, decay and scales of a block, then q, out, total
-// and top of every row. Kernels for codes need less. columns.h needs half as much for keys and values, 64 floats of scores and
-// weights for each position, and 1.5 dims + 2 for each of up to 15 padding rows. attention_decode.cc needs 2 dims of q for each row
-// and for up to 7 padding rows, but no keys and values.
-size_t scratch_floats(const Attention& a, int64_t tokens) {
-  const int64_t block = 64, rows = tokens * a.groups, dims = (a.head_dim + 63) / 64 * 64;
-  return 2 * block * dims + 72 * block + kMaxLanes + rows * (2 * dims + kMaxLanes + 1) + a.groups * dims;
-}
 
 }  // namespace jaxserve
 

@@ -13,7 +13,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib import metadata, util
 from pathlib import Path
 
@@ -27,26 +29,41 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mpre
 BF16 = [*AVX512, "-mavx512bf16"]
 VNNI = [*BF16, "-mavx512vnni"]
 AMX = [*BF16, "-mamx-tile", "-mamx-bf16"]
-# The custom calls, which choose a kernel at run time.
+AMX_INT8 = [*AMX, "-mamx-int8"]
+# The custom calls, which choose a kernel at run time. They and the checks compute little: they are compiled quickly.
 CALLS = (
     *("attention_call.cc", "kv_call.cc", "matmul_call.cc"),
-    *("draw_call.cc", "logprobs_call.cc", "pool_call.cc"),
+    *("draw_call.cc", "logprobs_call.cc", "pool_call.cc", "rounding_call.cc"),
 )
-# The kernels and the instruction sets that each is compiled for; portable kernels come first.
+CHECKS = (
+    *("check_call.cc", "check_attention.cc", "check_matmul.cc", "check_rounding.cc", "check_rows.cc"),
+    "time_matmul.cc",
+)
+QUICKLY = ["-O1"]
+# The kernels and the instruction sets that each is compiled for. Those that take longest come first, so that all
+# processors finish at about the same time.
 PORTABLE = ("attention.cc", "matmul_vector.cc", "rows.cc", "draw.cc", "logprobs.cc")
+ROUNDING = ("rounding.cc", ["-ffp-contract=off"])  # so that it gives the same on all machines
 X86_64 = (
-    *((source, flags) for source in PORTABLE for flags in ([], AVX2, AVX512)),
-    *(("attention_decode.cc", flags) for flags in (AVX2, BF16)),
-    ("attention_vnni.cc", [*AVX512, "-mavx512vnni"]),
-    ("attention_amx.cc", AMX),
-    ("attention_bf16.cc", BF16),
-    *(("matmul_panels.cc", flags) for flags in (AVX2, VNNI)),
-    ("matmul_avx2.cc", AVX2),
     ("matmul_vnni.cc", VNNI),
+    ("matmul_avx2.cc", AVX2),
+    *(("matmul_panels.cc", flags) for flags in (VNNI, AVX2)),
+    *(("attention_decode.cc", flags) for flags in (BF16, AVX2)),
+    ("attention_vnni.cc", [*AVX512, "-mavx512vnni"]),
+    ("attention_bf16.cc", BF16),
+    ("attention_amx.cc", AMX),
     ("matmul_amx.cc", AMX),
+    ("matmul_amx_int8.cc", AMX_INT8),
+    *((source, flags) for source in PORTABLE for flags in (AVX512, AVX2, [])),
+    *((ROUNDING[0], [*flags, *ROUNDING[1]]) for flags in (AVX512, AVX2, [])),
 )
+NOT_IN_OLD_COMPILERS = (AMX, AMX_INT8)  # kernels that need these are left out if the compiler does not know them
 UNITS = {"x86_64": X86_64, "AMD64": X86_64}
-ELSEWHERE = tuple((source, []) for source in PORTABLE)
+ELSEWHERE = (*((source, []) for source in PORTABLE), ROUNDING)
+COMPILER_TIME = 1200.0  # seconds that a unit may take; it takes up to half a minute of one processor
+# What may keep the library from being compiled: no compiler, folder, memory, thread or header, or a compiler that fails
+# or hangs.
+FAILURES = (OSError, RuntimeError, subprocess.SubprocessError, metadata.PackageNotFoundError)
 
 
 def compiler() -> list[str]:
@@ -76,51 +93,84 @@ def cache_folder() -> Path:
 def built(folder: Path) -> Path | None:
     """Return a library in a folder that the installed jaxlib accepts, or None."""
     paths = (library_path(folder), library_path(folder, OLDEST_JAXLIB))
-    return next((path for path in paths if path.exists()), None)
+    return next((path for path in paths if os.path.isfile(path)), None)  # no error where the folder cannot be read
 
 
 def build(folder: Path = HERE) -> Path:
     """Return the path of the library in a folder, after compiling it if it is missing.
 
-    Raise OSError if there is no compiler or the folder is not writable, and subprocess.CalledProcessError if the
-    compilation fails; the compiler reports why on stderr.
+    Raise one of `FAILURES` if this is impossible. If the compiler fails, its messages are on stderr.
     """
     if found := built(folder):
         return found
     library = library_path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{os.getpid()}-{library.name}"
-    partial.touch()  # fails before the compilation if the folder is not writable
+    with replacing(library) as partial, tempfile.TemporaryDirectory(prefix="jaxserve-build-") as scratch:
+        shutil.copyfile(_compiled(Path(scratch)), partial)
+    return library
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield an empty file that finally takes the place of `path`, for all users, unless there is an error.
+
+    Its name is new, even if processes on other machines or in other containers replace the same path.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=".", suffix=f"-{path.name}", dir=path.parent)
+    os.close(descriptor)
+    partial = Path(name)
     try:
-        with tempfile.TemporaryDirectory(prefix="jaxserve-build-") as scratch:
-            shutil.copyfile(_compiled(Path(scratch)), partial)
-        partial.replace(library)  # atomic, so that two builds may run at once
+        yield partial
+        partial.chmod(0o644)
+        partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    return library
 
 
 def _compiled(scratch: Path) -> Path:
     """Compile and link the library in an empty folder, and return its path there."""
-    units = [*UNITS.get(platform.machine(), ELSEWHERE), *((call, ["-isystem", _headers()]) for call in CALLS)]
+    calls = [(source, [*QUICKLY, "-isystem", _headers()]) for source in CALLS]
+    unknown = [flags for flags in NOT_IN_OLD_COMPILERS if not _knows(flags, scratch)]
+    units = [(source, flags) for source, flags in UNITS.get(platform.machine(), ELSEWHERE) if flags not in unknown]
+    units += [*calls, *((source, QUICKLY) for source in CHECKS)]
     objects = [f"{scratch}/{index}.o" for index in range(len(units))]
 
     def compile_unit(unit: tuple[str, list[str]], to: str) -> None:
         source, flags = unit
-        subprocess.run([*compiler(), *FLAGS, *flags, "-c", HERE / source, "-o", to], check=True)
+        _compile([*FLAGS, *flags, "-c", str(HERE / source), "-o", to])
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(_processors()) as pool:
         list(pool.map(compile_unit, units, objects))
     linked = scratch / "linked.so"
-    subprocess.run([*compiler(), "-shared", *objects, "-pthread", "-o", linked], check=True)
+    _compile(["-shared", *objects, "-pthread", "-o", str(linked)])
     return linked
 
 
-def build_or_report(folder: Path = HERE) -> Path | None:
-    """Return the path of the library, or None after writing the reason to stderr."""
+def _knows(flags: list[str], scratch: Path) -> bool:
+    """Return whether the compiler accepts these flags."""
+    command = [*compiler(), *flags, "-x", "c++", "-c", os.devnull, "-o", str(scratch / "nothing.o")]
+    return subprocess.run(command, capture_output=True, timeout=COMPILER_TIME, check=False).returncode == 0
+
+
+def _compile(arguments: list[str]) -> None:
+    """Run the compiler. Its messages are only written, to stderr, if it fails: a user can do nothing about warnings."""
     try:
-        return build(folder)
-    except (OSError, subprocess.CalledProcessError, metadata.PackageNotFoundError) as error:
+        subprocess.run([*compiler(), *arguments], check=True, capture_output=True, timeout=COMPILER_TIME)
+    except subprocess.CalledProcessError as error:
+        sys.stderr.write((error.stdout + error.stderr).decode(errors="replace"))
+        raise
+
+
+def _processors() -> int:
+    """Return how many processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def build_or_report(folder: Path | None = HERE) -> Path | None:
+    """Return the path of the library, or None after writing the reason to stderr. No folder means the user's cache."""
+    try:
+        return build(cache_folder() if folder is None else folder)
+    except FAILURES as error:
         sys.stderr.write(f"native CPU kernels not built, plain XLA is used instead: {error}\n")
         return None
 

@@ -5,8 +5,8 @@
 #include <string>
 
 #include "draw.h"
-#include "machine.h"
 #include "parallel.h"
+#include "variants.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -48,8 +48,8 @@ float uniform(Words seed, uint32_t position) {
 
 Draw best_draw([[maybe_unused]] int64_t max_lanes) {
 #if defined(__x86_64__)
-  if (max_lanes >= 16 && has_avx512()) return kDrawAvx512;
-  if (max_lanes >= 8 && has_avx2()) return kDrawAvx2;
+  if (max_lanes >= 16 && may(kDrawing, kAvx512)) return kDrawAvx512;
+  if (max_lanes >= 8 && may(kDrawing, kAvx2)) return kDrawAvx2;
 #endif
   return kDrawBaseline;
 }

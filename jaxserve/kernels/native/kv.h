@@ -6,9 +6,9 @@
 #include <memory>
 #include <string>
 
-#include "machine.h"
 #include "parallel.h"
 #include "pool.h"
+#include "variants.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxserve {

@@ -4,8 +4,8 @@
 #include <string>
 
 #include "logprobs.h"
-#include "machine.h"
 #include "parallel.h"
+#include "variants.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -15,8 +15,8 @@ namespace {
 
 Rate best_rate([[maybe_unused]] int64_t max_lanes) {
 #if defined(__x86_64__)
-  if (max_lanes >= 16 && has_avx512()) return kRateAvx512;
-  if (max_lanes >= 8 && has_avx2()) return kRateAvx2;
+  if (max_lanes >= 16 && may(kRating, kAvx512)) return kRateAvx512;
+  if (max_lanes >= 8 && may(kRating, kAvx2)) return kRateAvx2;
 #endif
   return kRateBaseline;
 }

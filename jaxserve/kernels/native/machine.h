@@ -1,5 +1,4 @@
-// The instruction sets of the machine. Only the custom calls include this file: they are compiled for any machine, and choose
-// kernels at run time.
+// The instruction sets of the machine (variants.h).
 
 #pragma once
 
@@ -7,6 +6,7 @@
 #include <cpuid.h>
 #endif
 
+#include "attention.h"
 #include "matmul.h"
 #include "rows.h"
 
@@ -28,18 +28,18 @@ inline bool halves_avx512() {
 inline bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 #if defined(__linux__)
+// Null where the compiler does not know the matrix unit: build.py then leaves its kernels out.
+extern const Multiplier kMatmulAmx __attribute__((weak));
+extern const Multiplier kMatmulAmxInt8 __attribute__((weak));
+__attribute__((weak)) bool amx_available();
+__attribute__((weak)) bool amx_int8_available();
+__attribute__((weak)) void attend_amx(const Attention&, const Tile&, const Tile* after, float* scratch);
+
 // Returns whether the machine has the matrix unit and AVX512-BF16, which its kernels need too. A virtual machine may have only one
 // of them.
-inline bool has_amx() { return has_avx512() && __builtin_cpu_supports("avx512bf16") && amx_available(); }
+inline bool has_amx() { return amx_available && has_avx512() && __builtin_cpu_supports("avx512bf16") && amx_available(); }
+inline bool has_amx_int8() { return amx_int8_available && has_amx() && amx_int8_available(); }
 #endif
 #endif
-
-inline const RowFunctions& row_functions() {
-#if defined(__x86_64__)
-  if (has_avx512()) return kRowsAvx512;
-  if (has_avx2()) return kRowsAvx2;
-#endif
-  return kRowsBaseline;
-}
 
 }  // namespace jaxserve

@@ -52,10 +52,14 @@ struct Multiplier {
 };
 
 extern const Multiplier kMatmulAmx, kMatmulVnni, kMatmulAvx512;  // x in bfloat16
+extern const Multiplier kMatmulAmxInt8;                          // x in bfloat16, codes alone
 extern const Multiplier kMatmulFewAvx2, kMatmulAvx2;
 extern const Multiplier kMatmulFloatAvx512, kMatmulFloatAvx2, kMatmulFloatBaseline;
 
 // Returns whether this machine and its operating system permit the use of the matrix unit, after requesting it.
 bool amx_available();
+
+// Returns whether this also holds for its products of integers.
+bool amx_int8_available();
 
 }  // namespace jaxserve

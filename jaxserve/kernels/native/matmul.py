@@ -15,7 +15,7 @@ from jaxserve.quantization import QArray
 MAX_VECTOR_ROWS = 8
 STEP = 32  # inputs that the kernels unpack at once
 TINY = np.float32(1e-30)  # segments of smaller numbers become zeros
-ROUND_X = ("vnni", "avx512bf16", "avx2few", "avx2")  # variants that round x to integers
+ROUND_X = ("amxint8", "vnni", "avx512bf16", "avx2few", "avx2")  # variants that round x to integers
 
 
 def supports(x: LeftOperand, w: jax.Array | QArray) -> bool:
@@ -43,8 +43,8 @@ def matmul(
     default the fastest of this machine for the dtype of `x`. A variant that the machine lacks is an error when the step
     runs.
 
-    On the matrix unit the weights of a QArray are rounded to bfloat16, like `w.dequantize(bfloat16)`. The variants
-    `ROUND_X` round a bfloat16 x by `in_integers` for products with codes. All else is computed in float32.
+    The variant `amx` rounds the weights of a QArray to bfloat16, like `w.dequantize(bfloat16)`. The variants `ROUND_X`
+    round a bfloat16 x by `in_integers` for products with codes. All else is computed in float32.
     """
     call = jax.ffi.ffi_call(MATMUL, jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), dtype))
     operands, bits = (jax.tree.leaves(w), w.bits) if isinstance(w, QArray) else ([w], 16)

@@ -15,6 +15,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "amx.h"
 #include "tiles.h"
 
 namespace jaxserve {
@@ -25,26 +26,15 @@ constexpr int64_t kFewSteps = kUnitSteps;   // few rows: steps that are unpacked
 constexpr int64_t kManySteps = kUnitSteps;  // steps of a slice: 16 KiB of 32 rows of x, and of 32 of the weight, fit into L1
 constexpr int64_t kManyOuts = 8 * kPair;    // many rows: outputs of a block; a slice has 128 KiB
 constexpr int64_t kManyBlocks = 8;          // with fewer blocks than this they are halved, so that threads get equal shares
-constexpr int64_t kSums = kTile * kTile;    // values of a tile of sums
 
-struct alignas(64) Config {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t column_bytes[16] = {};
-  uint8_t rows[16] = {};
-
-  // Tiles 0-3 are sums [16, columns], 4-5 weights [16, 32], and 6-7 pairs of x [16, columns].
-  Config(int64_t first, int64_t second) {
-    const int64_t columns[2] = {first, second};
-    for (int i = 0; i < 4; ++i) set(i, columns[i % 2]);
-    for (int i = 4; i < 6; ++i) set(i, kTile);
-    for (int i = 6; i < 8; ++i) set(i, columns[i % 2]);
-  }
-
-  void set(int tile, int64_t words) {
-    rows[tile] = static_cast<uint8_t>(words ? kTile : 0);
-    column_bytes[tile] = static_cast<uint16_t>(4 * words);
-  }
-};
+// Returns the shapes of two products at once: tiles 0-3 are sums [16, columns], 4-5 weights [16, 32], and 6-7 pairs of
+// x [16, columns]. Even tiles of sums and of x have `first` columns, odd ones `second`.
+inline TileConfig config_of(int64_t first, int64_t second) {
+  TileConfig config;
+  for (int tile = 0; tile < 8; ++tile) config.set(tile, tile + 1, tile % 2 ? second : first);
+  config.set(4, 6, kTile);
+  return config;
+}
 
 // Returns the number of rows of x in the tile of `row`. Only with many rows the last tile is padded with zeros.
 inline int64_t columns_of(const Matmul& m, int64_t row) {
@@ -102,7 +92,7 @@ struct Rows {
 // Adds the products of `steps` steps to tiles 0-3. Without a second tile of rows these are only tiles 0 and 2.
 template <bool Two>
 inline void multiply(const Source& w, const Rows& x, int64_t steps) {
-  __asm__ volatile("" ::: "memory");  // compilers do not know that tile loads read memory
+  memory_barrier();  // x and the weight may have been written just before
   const uint16_t *w0 = w.first, *w1 = w.second;
   const uint32_t *x0 = x.first, *x1 = x.second;
   for (; steps > 0; --steps, w0 += w.step, w1 += w.step) {
@@ -119,6 +109,7 @@ inline void multiply(const Source& w, const Rows& x, int64_t steps) {
       x1 += kStep / 2 * x.second_columns;
     }
   }
+  memory_barrier();  // and may be overwritten just after
 }
 
 template <bool Two>
@@ -152,47 +143,11 @@ inline void store_sums(float* sums) {
   }
 }
 
-// Returns two neighbouring sums of 16 rows, rounded to bfloat16, as words.
-inline __m512i words_of(const float* sums) {
-  alignas(64) static constexpr uint16_t kAlternating[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
-                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_load_ps(sums + kTile), _mm512_load_ps(sums));
-  return _mm512_permutexvar_epi16(_mm512_load_si512(kAlternating), bits_of(both));
-}
-
-// Writes the sums of rows [row, row + rows) for kPair outputs. The tile of the last kTile outputs is 2 * kSums further on.
-inline void write_tile(const Matmul& m, const float* sums, int64_t out, int64_t row, int64_t rows) {
-  const int64_t outs = m.w.out - out;
-  const __mmask32 mask = outs >= kPair ? ~0u : (1u << outs) - 1;
-  __m512i low[kTile], high[kTile];
-  if (m.y_bfloat16) {
-    uint16_t* y = static_cast<uint16_t*>(m.y) + row * m.w.out + out;
-    for (int64_t i = 0; i < kTile / 2; ++i) {
-      low[i] = words_of(sums + 2 * i * kTile);
-      low[kTile / 2 + i] = words_of(sums + 2 * (kSums + i * kTile));
-    }
-    transpose(low);
-    for (int64_t r = 0; r < rows; ++r) _mm512_mask_storeu_epi16(y + r * m.w.out, mask, low[r]);
-    return;
-  }
-  float* y = static_cast<float*>(m.y) + row * m.w.out + out;
-  for (int64_t i = 0; i < kTile; ++i) {
-    low[i] = _mm512_load_si512(sums + i * kTile);
-    high[i] = _mm512_load_si512(sums + 2 * kSums + i * kTile);
-  }
-  transpose(low);
-  transpose(high);
-  for (int64_t r = 0; r < rows; ++r, y += m.w.out) {
-    _mm512_mask_storeu_epi32(y, static_cast<__mmask16>(mask), low[r]);
-    _mm512_mask_storeu_epi32(y + kTile, static_cast<__mmask16>(mask >> kTile), high[r]);
-  }
-}
-
 template <bool Two>
 inline void write_tile(const Matmul& m, const float* sums, int64_t out, int64_t row) {
   const int64_t left = m.rows - row;
-  write_tile(m, sums, out, row, left < kTile ? left : kTile);
-  if (Two) write_tile(m, sums + kSums, out, row + kTile, left < kFewRows ? left - kTile : kTile);
+  write_outputs(m, sums, sums + 2 * kSums, out, row, left < kTile ? left : kTile);
+  if (Two) write_outputs(m, sums + kSums, sums + 3 * kSums, out, row + kTile, left < kFewRows ? left - kTile : kTile);
 }
 
 inline Source unpacked(const uint16_t* block) { return {block, block + kTile * kStep, 2 * kStep, kPairStep}; }
@@ -303,14 +258,12 @@ size_t scratch_bytes(const Matmul& m) {
 void multiply_block(const Matmul& m, const void* packed, const Block& b, const Block* after, void* scratch) {
   auto* weights = static_cast<uint16_t*>(scratch);
   if (m.rows > kFewRows) {
-    const Config config(kTile, kTile);
-    _tile_loadconfig(&config);
+    configure_tiles(config_of(kTile, kTile));
     many_rows(m, packed, b, after, weights, reinterpret_cast<float*>(weights + kManyOuts * kManySteps * kStep));
   } else {
     const int64_t first = columns_of(m, 0), second = m.rows - first;
     const Rows x = {packed_tile(m, packed, 0), packed_tile(m, packed, first), first, second};
-    const Config config(first, second);
-    _tile_loadconfig(&config);
+    configure_tiles(config_of(first, second));
     float* sums = reinterpret_cast<float*>(weights + 2 * kFewSteps * kPairStep);
     for (int64_t out = b.out; out < b.out + b.outs; out += kPair) {
       second ? few_rows<true>(m, x, out, weights, sums) : few_rows<false>(m, x, out, weights, sums);

@@ -6,51 +6,16 @@
 #include <string>
 #include <string_view>
 
-#include "machine.h"
+#include "choice.h"
 #include "matmul.h"
 #include "parallel.h"
+#include "variants.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace jaxserve {
 namespace {
-
-// The maximum numbers of rows for which the kernels of few.h are fastest: for codes, for bfloat16 numbers, and for codes that are
-// multiplied as bytes on AVX512-VNNI.
-constexpr int64_t kFewCodes = 4, kFewNumbers = 8, kFewBytes = 8;
-constexpr int64_t kLong = 768;    // minimum number of inputs for kFewBytes
-constexpr int64_t kShort = 2048;  // inputs with which four rows of the weight and four of x, in bfloat16, fill L1
-
-// Returns the named variant, or the fastest one if the name is empty. Returns null if none exists for this machine and the dtype of
-// x. In each variant a row's result does not depend on the other rows. The choice of the variant may depend on the number of rows.
-const Multiplier* choose(std::string_view name, [[maybe_unused]] bool bfloat16, [[maybe_unused]] int64_t rows,
-                         [[maybe_unused]] const Weight& w) {
-  const auto wanted = [&](const char* variant) { return name.empty() || name == variant; };
-#if defined(__x86_64__)
-  const bool vnni = bfloat16 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
-  const bool codes = w.bits != 16;
-  const bool bytes = vnni && (w.bits == 8 || w.bits == 4) && (w.groups == 1 || w.group % 128 == 0) && w.inner >= kLong;
-  const bool few = name.empty() && rows <= (bytes ? kFewBytes : codes ? kFewCodes : kFewNumbers);
-#if defined(__linux__)
-  static const bool amx = has_amx();  // once, because cpuid is slow in a virtual machine
-  if (wanted("amx") && bfloat16 && amx && (!few || !codes)) return &kMatmulAmx;
-#endif
-  if (vnni) {
-    static const bool halved = halves_avx512();
-    const bool from_l1 = halved && !codes && w.inner <= kShort;  // for any number of rows L1 is as fast as the multipliers
-    if (few || name == "vnni" || (name.empty() && from_l1)) return &kMatmulVnni;
-    if (wanted("avx512bf16")) return &kMatmulAvx512;
-  }
-  if (bfloat16 && has_avx2() && (codes || !has_avx512() || !name.empty())) {
-    if (few || name == "avx2few") return &kMatmulFewAvx2;
-    if (wanted("avx2")) return &kMatmulAvx2;
-  }
-  if (wanted("avx512") && has_avx512()) return &kMatmulFloatAvx512;
-  if (wanted("avx2") && has_avx2()) return &kMatmulFloatAvx2;
-#endif
-  return wanted("portable") ? &kMatmulFloatBaseline : nullptr;
-}
 
 // The deferred operation on the rows of x.
 struct Prologue {
@@ -329,9 +294,15 @@ extern "C" void jaxserve_set_processors(int64_t count) { jaxserve::processor_cou
 // Returns the maximum number of threads of a call.
 extern "C" int64_t jaxserve_processors() { return jaxserve::processors(); }
 
-// Returns whether this machine has the named variant of the product, for bfloat16.
-extern "C" bool jaxserve_has_matmul(const char* name, size_t length) {
-  jaxserve::Weight codes = {};
-  codes.bits = 8;
-  return jaxserve::choose({name, length}, true, 1, codes) != nullptr;
+// Returns whether the named variant may multiply rows of bfloat16 by a weight of `bits` bits.
+extern "C" bool jaxserve_has_matmul(const char* name, size_t length, int64_t bits) {
+  jaxserve::Weight weight = {};
+  weight.bits = static_cast<int>(bits);
+  return jaxserve::choose({name, length}, true, 1, weight) != nullptr;
+}
+
+// Prefers a variant for products of rows of bfloat16 with a kind of weights (choice.h). Returns false if it does not exist or is not
+// one of those that were timed.
+extern "C" bool jaxserve_prefer(const char* variant, int64_t bits, bool wide, int64_t rows) {
+  return jaxserve::prefer(variant, static_cast<int>(bits), wide, rows);
 }

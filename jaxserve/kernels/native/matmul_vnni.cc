@@ -15,6 +15,7 @@
 
 #include "few.h"
 #include "integers512.h"
+#include "scales512.h"
 
 namespace jaxserve {
 namespace {
@@ -190,19 +191,6 @@ template <int Vectors>
 inline __m512i multiply_words(const __m512i (&words)[Vectors], const uint8_t* integers, __m512i sum) {
   for (int i = 0; i < Vectors; ++i) sum = _mm512_dpwssd_epi32(sum, words[i], _mm512_loadu_si512(integers + i * 64));
   return sum;
-}
-
-// Widens `count` scales or zeros from `index` on to float32.
-void widen_all(const void* numbers, bool wide, int64_t index, int64_t count, float* to) {
-  for (; count > 0; index += kLanes, to += kLanes, count -= kLanes) {
-    const __mmask16 mask = static_cast<__mmask16>(count >= kLanes ? 0xffff : (1 << count) - 1);
-    if (wide) {
-      _mm512_storeu_ps(to, _mm512_maskz_loadu_ps(mask, static_cast<const float*>(numbers) + index));
-    } else {
-      const __m256i narrow = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(numbers) + index);
-      _mm512_storeu_si512(to, _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
-    }
-  }
 }
 
 // sums[R] += segment s of R rows of x * the same segment of a row of codes. `left` inputs remain from the segment's first one on.

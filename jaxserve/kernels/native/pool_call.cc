@@ -6,12 +6,6 @@
 // malloc returns, are given back and then read as zero until they are written (madvise(2)). Other systems do not promise zeros, so
 // there pools are cleared explicitly and never shrink.
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#include <unistd.h>
-#endif
-
-#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <fstream>
@@ -19,6 +13,7 @@
 #include <string>
 #include <utility>
 
+#include "os_pages.h"
 #include "parallel.h"
 #include "pool.h"
 #include "xla/ffi/api/ffi.h"
@@ -28,26 +23,7 @@ namespace ffi = xla::ffi;
 namespace jaxserve {
 namespace {
 
-struct Range {
-  char* begin;
-  char* end;
-  size_t size() const { return static_cast<size_t>(end - begin); }
-};
-
 #if defined(__linux__)
-
-// Returns the whole OS pages within a range.
-Range whole_pages(Range range) {
-  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  char* const begin = range.begin + (page - reinterpret_cast<uintptr_t>(range.begin) % page) % page;
-  char* const end = range.end - reinterpret_cast<uintptr_t>(range.end) % page;
-  return begin < end ? Range{begin, end} : Range{range.begin, range.begin};
-}
-
-// Gives whole OS pages back; they then read as zero. Returns 0 or errno.
-int discard(Range pages) {
-  return pages.size() == 0 || madvise(pages.begin, pages.size(), MADV_DONTNEED) == 0 ? 0 : errno;
-}
 
 // Requests huge pages, with which attention takes 7 to 20 % less time and a first touch half as long. Does nothing if they are
 // larger than the granule of kernels/elastic.py: with OS pages of 64 KB they have 512 MB.

@@ -15,7 +15,7 @@ MAX_LANES = 16  # floats of the widest vector
 
 def supported() -> bool:
     """Return whether the native library exists and has the calls for sampling."""
-    return {DRAW, DRAW_ADJUSTED} <= targets()
+    return {DRAW, DRAW_ADJUSTED, LOGPROBS} <= targets()
 
 
 def draw(logits: Array, packed: Array, newest: Array, *, max_lanes: int = MAX_LANES) -> tuple[Array, Array]:

@@ -9,16 +9,12 @@
 #include <immintrin.h>
 
 #include "groups.h"
-#include "transpose.h"
+#include "outputs.h"
 
 namespace jaxserve {
 namespace {
 
-constexpr int64_t kTile = 16;                 // rows of a tile
-constexpr int64_t kPair = 2 * kTile;          // outputs of a block
 constexpr int64_t kPairStep = kPair * kStep;  // values of a step of a block
-
-inline __m512i bits_of(__m512bh x) { return reinterpret_cast<__m512i>(x); }
 
 // Returns the table of a group: the values of 16 levels in bfloat16, twice.
 inline __m512i table(__m512 levels, const Groups& group) {
@@ -26,8 +22,6 @@ inline __m512i table(__m512 levels, const Groups& group) {
   const __m256bh values = _mm512_cvtneps_pbh(_mm512_mul_ps(levels, _mm512_set1_ps(group.scale())));
   return _mm512_broadcast_i64x4(reinterpret_cast<__m256i>(values));
 }
-
-inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Writes `steps` steps of a row of bfloat16 numbers, kPairStep values apart, with zeros after the last of `values` inputs.
 inline void row16(const uint8_t* data, int64_t values, int64_t steps, uint16_t* to) {
