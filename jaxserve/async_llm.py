@@ -10,12 +10,17 @@ import numpy as np
 from jaxserve.build import build_async_engine
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_options import EngineOptions
+from jaxserve.core.errors import RequestError
+from jaxserve.core.keywords import explains_keywords, missing_attribute
 from jaxserve.core.options import keyword_signature
+from jaxserve.core.plain_values import plain
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.vllm_attributes import ASYNC_METHODS
+from jaxserve.core.vllm_names import ASYNC_STREAM, EMBED
 from jaxserve.engine.async_engine import AsyncEngine
-from jaxserve.engine.client import TextPrompt
-from jaxserve.engine.prompts import PromptLike, as_prompt
+from jaxserve.engine.client import Prompt
+from jaxserve.engine.prompts import PromptLike, as_params, as_prompt, chat_prompt
 
 
 class AsyncLLM:
@@ -34,27 +39,55 @@ class AsyncLLM:
         """The engine, which has methods for metrics, health and draining."""
         return self._engine
 
+    @explains_keywords(ASYNC_STREAM)
     def stream(
-        self, prompt: PromptLike, params: SamplingParams | None = None, **request: Any
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the new parts of a prompt's answers. Closing the generator aborts the request.
 
-        `request`: any of request_id, priority (smaller is served first) and salt (of the prefix cache). Raise
-        `RequestError`, `QueueFull`, `EngineStopped` or `EngineFailed`.
+        `priority`: smaller values are served first. `salt`: requests with different salts share no pages of the prefix
+        cache. Raise `RequestError`, `QueueFull`, `EngineStopped` or `EngineFailed`.
         """
-        return self._engine.generate(as_prompt(prompt), params or SamplingParams(), **request)
+        return self._stream(as_prompt(prompt), sampling_params, request_id, priority, salt)
 
+    @explains_keywords(ASYNC_STREAM)
     def stream_chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **request: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **template: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the new parts of the answers to a conversation, as `stream` does for a prompt.
 
-        Raise `NoTokenizer` for a model without a tokenizer, and the errors of `stream`.
+        The further keyword arguments are those of `LLM.chat`. Raise `NoTokenizer` for a model without a tokenizer,
+        `UnknownKeyword` for a variable that the template does not read, and the errors of `stream`.
         """
-        text = self._engine.tokenizer.apply_chat_template(list(messages))
-        prompt = TextPrompt(text, add_special_tokens=False)
-        return self._engine.generate(prompt, params or SamplingParams(), **request)
+        prompt = chat_prompt(self._engine.tokenizer, messages, chat_template_kwargs, template)
+        return self._stream(prompt, sampling_params, request_id, priority, salt)
 
+    def _stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None, request_id: str | None, priority: int, salt: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        params, priority = as_params(sampling_params), plain(priority)
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise RequestError(f"priority is {priority!r}: it must be an integer", field="priority", value=priority)
+        for name, value in (("salt", salt), ("request_id", request_id or "")):
+            if not isinstance(value, str):
+                raise RequestError(f"{name} is {value!r}: it must be a text", field=name, value=value)
+        return self._engine.generate(prompt, params, request_id=request_id, priority=priority, salt=salt)
+
+    @explains_keywords(EMBED)
     async def embed(self, prompt: PromptLike) -> np.ndarray:
         """Return the pooled last hidden state of a prompt, float32 [hidden_size], of unit length.
 
@@ -66,6 +99,10 @@ class AsyncLLM:
     async def close(self) -> None:
         """End all requests, and free the model and everything else on the device. Idempotent."""
         await self._engine.shutdown()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise `AttributeError`, which for a method of vLLM's engines says what to use instead."""
+        raise missing_attribute(self, name, ASYNC_METHODS)
 
     def __reduce__(self) -> NoReturn:
         """Raise `TypeError`: an engine can neither be pickled nor copied."""

@@ -12,15 +12,18 @@ from jaxserve.build import build_engine
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_options import EngineOptions
 from jaxserve.core.errors import EngineStopped, NoTokenizer, RequestError
+from jaxserve.core.keywords import explains_keywords, missing_attribute
 from jaxserve.core.options import keyword_signature
 from jaxserve.core.progress import Progress, ignore_progress
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.engine.client import Prompt, TextPrompt
+from jaxserve.core.vllm_attributes import METHODS
+from jaxserve.core.vllm_names import CHAT, EMBED, GENERATE, STREAM, STREAM_CHAT
+from jaxserve.engine.client import Prompt
 from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.outputs import merge
 from jaxserve.engine.progress_bar import ProgressBar
-from jaxserve.engine.prompts import PromptLike, as_prompt, as_prompts
+from jaxserve.engine.prompts import PromptLike, as_params, as_prompt, as_prompts, chat_prompt
 from jaxserve.engine.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -47,34 +50,51 @@ class LLM:
 
     # -- generation
 
+    @explains_keywords(GENERATE)
     def generate(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: PromptLike | Sequence[PromptLike] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     ) -> list[RequestOutput]:
         """Generate answers for one or many prompts, and return their outputs in order.
 
-        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. `params`: one object for
-        all prompts, or one for each prompt.
+        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. `prompt_token_ids`: the
+        prompts, if `prompts` is not given. `sampling_params`: one object for all prompts, or one for each prompt.
 
         Raise `RequestError` naming the parameter that is wrong, or `EngineFailed`, after which the LLM must be opened
         again. After any exception, no request of this call keeps running.
         """
-        requests = self._pair(as_prompts(prompts), params)
+        if (prompts is None) == (prompt_token_ids is None):
+            raise RequestError("generate needs prompts or prompt_token_ids, and not both", field="prompts")
+        requests = self._pair(as_prompts(prompt_token_ids if prompts is None else prompts), sampling_params)
         return self._run(requests, use_tqdm)
 
+    @explains_keywords(CHAT)
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Generate answers for one or many conversations, and return their outputs in order.
 
-        `template`: further variables of the model's chat template, e.g. enable_thinking, and `tools` that the model may
-        call, in OpenAI's form. Raise the errors of `generate`.
+        `chat_template`: used instead of the model's: a template, the name of a built-in one or a file.
+        `add_generation_prompt`: the prompt ends with the beginning of an answer. `continue_final_message`: it ends
+        inside the last message, which the answer continues. `tools`: functions that the model may call, in OpenAI's
+        form. `template` and `chat_template_kwargs`, which takes precedence: variables of the template, e.g.
+        enable_thinking.
+
+        Raise the errors of `generate`, and `UnknownKeyword` for a variable that the template does not read.
         """
         if isinstance(messages, str) or not isinstance(messages, Sequence):
             raise RequestError(
@@ -83,26 +103,49 @@ class LLM:
                 value=messages,
             )
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self._chat_prompt(conversation, template) for conversation in conversations]
-        return self._run(self._pair(prompts, params), use_tqdm)
+        prompts = [
+            chat_prompt(
+                self.tokenizer,
+                conversation,
+                chat_template_kwargs,
+                template,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+            )
+            for conversation in conversations
+        ]
+        return self._run(self._pair(prompts, sampling_params), use_tqdm)
 
-    def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
+    @explains_keywords(STREAM)
+    def stream(
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
         """Yield the new parts of one prompt's answers, token by token. Leaving the loop early aborts the request.
 
         Several streams may be read in turn, and `generate` may be called between two outputs. Tokens are computed when
         the next output is requested. Raise the errors of `generate`.
         """
-        return self._stream(as_prompt(prompt), params or SamplingParams())
+        return self._stream(as_prompt(prompt), as_params(sampling_params))
 
+    @explains_keywords(STREAM_CHAT)
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **template: Any,
     ) -> Generator[RequestOutput, None, None]:
         """Yield the new parts of the answers to a conversation, as `stream` does for a prompt.
 
-        `template`: further variables of the chat template, as in `chat`. Raise the errors of `generate`.
+        The keyword arguments are those of `chat`. Raise the errors of `chat`.
         """
-        return self._stream(self._chat_prompt(messages, template), params or SamplingParams())
+        prompt = chat_prompt(self.tokenizer, messages, chat_template_kwargs, template)
+        return self._stream(prompt, as_params(sampling_params))
 
+    @explains_keywords(EMBED)
     def embed(self, prompts: PromptLike | Sequence[PromptLike], use_tqdm: bool = True) -> list[np.ndarray]:
         """Return the pooled last hidden state of each prompt, float32 [hidden_size], of unit length.
 
@@ -121,17 +164,20 @@ class LLM:
             raise NoTokenizer
         return self._engine.tokenizer
 
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer. Raise `NoTokenizer` if the model has none."""
+        return self.tokenizer
+
     @property
     def max_model_len(self) -> int:
         """The maximum number of tokens of prompt and answer together."""
         return self._engine.info.max_model_len
 
-    # -- lifetime
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise `AttributeError`, which for a method of vLLM's LLM says what to use instead."""
+        raise missing_attribute(self, name, METHODS)
 
-    def settle(self) -> None:
-        """Wait for executables that are being compiled in the background, so that later measurements use them."""
-        self._check_open()
-        self._engine.settle()
+    # -- lifetime
 
     def close(self) -> None:
         """Free the model, the KV cache and everything else on the device. Idempotent.
@@ -155,24 +201,22 @@ class LLM:
 
     # -- helpers
 
-    def _chat_prompt(self, messages: Sequence[Message], template: Mapping[str, Any]) -> Prompt:
-        text = self.tokenizer.apply_chat_template(list(messages), **template)
-        return TextPrompt(text, add_special_tokens=False)  # the template writes special tokens itself
-
     def _pair(
-        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[tuple[Prompt, SamplingParams]]:
-        if params is None or isinstance(params, SamplingParams):
-            return [(prompt, params or SamplingParams()) for prompt in prompts]
-        if not (isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params)):
-            given = type(params).__name__
-            message = f"params is of type {given}: it must be SamplingParams, or a sequence of one for each prompt"
-            raise RequestError(message, field="params", value=params)
-        if len(params) != len(prompts):
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            return [(prompt, as_params(sampling_params)) for prompt in prompts]
+        each = sampling_params
+        if not (isinstance(each, Sequence) and all(isinstance(one, SamplingParams) for one in each)):
+            given = type(each).__name__
+            message = f"sampling_params is of type {given}: it must be SamplingParams, or a sequence of one per prompt"
+            raise RequestError(message, field="sampling_params", value=each)
+        if len(each) != len(prompts):
             raise RequestError(
-                f"{len(params)} params for {len(prompts)} prompts: give one for all, or one for each", field="params"
+                f"{len(each)} sampling_params for {len(prompts)} prompts: give one for all, or one for each",
+                field="sampling_params",
             )
-        return list(zip(prompts, params, strict=True))
+        return list(zip(prompts, each, strict=True))
 
     def _run(
         self, requests: list[tuple[Prompt, SamplingParams]], use_tqdm: bool, *, embed: bool = False

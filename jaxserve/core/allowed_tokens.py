@@ -21,7 +21,9 @@ class AllowedTokens(Sequence[int]):
             raise RequestError(f"{FIELD} must be a list of at least one token id", field=FIELD, value=ids)
         if not set(map(type, ids)) <= {int} or min(ids) < 0 or max(ids) > MAX_ID:
             wrong = next(token for token in ids if type(token) is not int or not 0 <= token <= MAX_ID)
-            raise RequestError(f"{FIELD} has {wrong!r}: its entries must be token ids", field=FIELD, value=wrong)
+            raise RequestError(
+                f"{FIELD} has {wrong!r}: its entries must be token ids of the model", field=FIELD, value=wrong
+            )
         self.ids = array("i", sorted(set(ids)))
 
     def __len__(self) -> int:

@@ -12,13 +12,37 @@ ROOT = Path("/")
 
 def memory_limit(root: Path = ROOT) -> int | None:
     """Return the bytes of memory that the process may use, or None if unlimited. `root` holds /proc and /sys."""
-    limits = [
-        int(text)
-        for folder in _folders("memory", root)
-        for name in ("memory.max", "memory.limit_in_bytes")  # cgroup v2, cgroup v1
-        if (text := _read(folder / name)).isdigit()  # "max" means unlimited
-    ]
-    return min(limits, default=None)
+    return min((limit for _, limit in _memory_limits(root)), default=None)
+
+
+def memory_left(root: Path = ROOT) -> int | None:
+    """Return the bytes that the process may still take, or None if unlimited. `root` holds /proc and /sys.
+
+    A group's limit holds for all its processes together. Its cache of files counts as free, because the kernel drops it
+    when memory is asked for.
+    """
+    left = []
+    for folder, limit in _memory_limits(root):
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+        fields = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())
+        # In cgroup v1 the totals count groups below as well, as all numbers do in v2.
+        cached = sum(int(fields.get(f"total_{name}", fields.get(name, 0))) for name in ("active_file", "inactive_file"))
+        left.append(limit - max(0, used - cached))
+    return max(0, min(left)) if left else None
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the folder and the limit in bytes of each group that limits the memory of the process."""
+    for folder in _folders("memory", root):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # cgroup v2, cgroup v1
+            if (limit := _number(folder / name)) is not None:
+                yield folder, limit
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file, or None if there is none; "max" means unlimited."""
+    text = _read(path)
+    return int(text) if text.isdigit() else None
 
 
 def cpu_limit(root: Path = ROOT) -> float | None:

@@ -1,12 +1,15 @@
 """Configurations: `ModelConfig` describes a checkpoint's model, and `EngineConfig` holds the options of an engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from jaxserve.core.block_names import layer_name
 from jaxserve.core.degrees import Degrees
+from jaxserve.core.keywords import explains_keywords
 from jaxserve.core.options import Option
+from jaxserve.core.plain_values import make_plain
+from jaxserve.core.vllm_options import ENGINE
 
 DType = Literal["bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "int8"]
@@ -18,6 +21,17 @@ MetricsPrefix = Literal["jaxserve", "vllm", "both"]
 """Names of metrics: all under `jaxserve_`; under `vllm:` where vLLM has them, and else under `jaxserve_`; or both."""
 Microbatches = Literal["lookahead", "tokens"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+
+OTHER_DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+"""Names of types in vLLM and PyTorch."""
+
+
+def dtype_name(dtype: Any) -> Any:
+    """Return the name of a type that may have another name or be one of NumPy, JAX or PyTorch; any other as it is."""
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
+    name = OTHER_DTYPES.get(name, name)
+    return name if name in get_args(DType) else dtype
 
 
 @dataclass(frozen=True)
@@ -97,6 +111,7 @@ class ModelConfig:
         return self.moe is not None and self.moe.layers[layer]
 
 
+@explains_keywords(ENGINE, "the engine")
 @dataclass(frozen=True)
 class EngineConfig:
     """Options of one engine. Those that are None are chosen from the model and the machine when it is built."""
@@ -203,18 +218,27 @@ class EngineConfig:
         float | None,
         Option(
             "Adaptation",
-            "Floor of quality: largest rise of the cross-entropy that the model's sensitivity profile (jaxserve "
-            "profile) may expect of a plan of the policy, as a share of full precision's, such as 0.01.",
-            default="the policy's: none",
+            "Floor of quality: largest rise of the cross-entropy that may be expected of a plan of the policy, as a "
+            "share of full precision's, such as 0.01; inf: no floor.",
+            default="the policy's: 0.05",
             minimum=0,
+            endless=True,
         ),
     ] = None
+    prepare: Annotated[
+        bool,
+        Option(
+            "Adaptation",
+            "While a server is idle, prepare layers in fewer bits and measure what they lose, once for a model, in a "
+            "process of its own.",
+        ),
+    ] = True
     # -- memory and lengths
     memory_gb: Annotated[
         float | None,
         Option(
             "Memory",
-            "Memory budget in GB, never exceeded.",
+            "Memory budget in GB, never exceeded. At most what the machine, or the device, has.",
             default="half of the free host memory on CPU, 90 % of the device's memory elsewhere",
             above=0,
             in_terminal=True,
@@ -356,8 +380,8 @@ class EngineConfig:
         bool | None,
         Option(
             "Compilation",
-            "Run all layers of a step as one program.",
-            default="on CPU for decode steps, at warm-up; elsewhere for frequent step shapes, in the background",
+            "Run all layers of a step that only decodes as one program, which is compiled at warm-up.",
+            default="yes, if all programs are compiled before serving",
         ),
     ] = None
     # -- records
@@ -386,6 +410,13 @@ class EngineConfig:
     max_logprobs: Annotated[int, Option("Limits", "Maximum number of log-probabilities per token.")] = 20
     max_n: Annotated[int, Option("Limits", "Maximum number of answers per prompt.")] = 64
     max_stop_strings: Annotated[int, Option("Limits", "Maximum number of stop strings per request.")] = 16
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) is None:  # as if it were not given
+                object.__setattr__(self, field.name, field.default)
+        make_plain(self)
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
 
     @property
     def degrees(self) -> Degrees:

@@ -27,6 +27,7 @@ class EngineOptions(TypedDict, total=False):
     slo_ttft: float | None
     slo_tpot: float | None
     max_quality_loss: float | None
+    prepare: bool
     memory_gb: float | None
     max_model_len: int | None
     page_size: int

@@ -41,6 +41,10 @@ class UnsupportedParameter(RequestError):
     code = "unsupported_parameter"
 
 
+class UnknownKeyword(RequestError, TypeError):
+    """A call with a keyword argument that the function, or the chat template, does not read."""
+
+
 class NoTokenizer(RequestError, ValueError):
     """A request that gives text to, or wants text from, a model without a tokenizer."""
 

@@ -1,7 +1,11 @@
-"""Reading of files that users name. Every fault raises a `ConfigError` of one line that names the file."""
+"""Reading and writing of files that users name. Every fault raises a `ConfigError` of one line that names the file."""
 
+import contextlib
 import json
+import secrets
 import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +79,49 @@ def parse_yaml(text: str, name: str | Path) -> Any:
         return yaml.load(text, loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date or number
         raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def reading(name: str | Path) -> AbstractContextManager[None]:
+    """Raise `ConfigError`, which names a file, for an error of reading it inside the block."""
+    return _naming("read", name)
+
+
+def writing(name: str | Path) -> AbstractContextManager[None]:
+    """Raise `ConfigError`, which names a file, for an error of writing it inside the block."""
+    return _naming("write", name)
+
+
+@contextlib.contextmanager
+def _naming(action: str, name: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot {action} {name}: {error.strerror or error}") from error
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file, which appears whole or not at all unless it is a device or a pipe.
+
+    Raise `ConfigError`, which names the file, if it cannot be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    with writing(path):
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+        else:
+            replace_file(path.resolve(), data)  # what a link points to is replaced, not the link
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file, which appears whole or not at all. Raise OSError if it cannot be written."""
+    # A new name: threads, and processes of one id in several containers, may write the same file at once.
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        partial.write_bytes(data)
+        partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def ensure_folder(folder: Path, option: str) -> None:

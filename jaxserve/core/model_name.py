@@ -1,5 +1,6 @@
 """Names of models, derived from their folders."""
 
+import os
 from pathlib import Path
 
 
@@ -12,4 +13,4 @@ def model_name(path: Path) -> str:
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--").replace("--", "/")
-    return folder.name
+    return os.fsencode(folder.name).decode(errors="replace")  # clients get it as JSON

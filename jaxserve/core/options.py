@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, Signature
 from math import isfinite, isnan
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -22,7 +23,8 @@ class Option:
     `help` says what the option does; the default is appended to it. `default` describes a default that depends on the
     model or the machine. `flags` are the spellings on the command line if they differ from the field's name, and `env`
     is the environment variable that sets it. A number must be at least `minimum`, more than `above` and at most
-    `maximum`. `in_terminal` options also belong to the commands `generate` and `chat`.
+    `maximum`; an `endless` option may also be infinite. `in_terminal` options also belong to the commands
+    `generate` and `chat`.
     """
 
     group: str
@@ -33,6 +35,7 @@ class Option:
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
+    endless: bool = False
     in_terminal: bool = False
 
 
@@ -71,7 +74,14 @@ class OptionField:
             if isinstance(value, bool) or not isinstance(value, kinds) or not self._allows(value):
                 allowed = f"{word} {self.range}".rstrip()
                 raise ConfigError(f"{self.key} is {value!r}: it must be {allowed} ({self.flag})")
-        elif get_origin(self.type) is Literal and value not in get_args(self.type):
+        if self.type is bool and not isinstance(value, bool):
+            raise ConfigError(f"{self.key} is {value!r}: it must be true or false ({self.flag})")
+        if self.type in (str, str | Path) and not isinstance(value, (str, Path)):
+            raise ConfigError(f"{self.key} is {value!r}: it must be a text ({self.flag})")
+        for text in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(text, (str, Path)) and not is_unicode(str(text)):
+                raise ConfigError(f"{self.key} is {str(text)!r}: it must be Unicode ({self.flag})")
+        if get_origin(self.type) is Literal and value not in get_args(self.type):
             choices = ", ".join(map(str, get_args(self.type)))
             raise ConfigError(f"{self.key} is {value!r}: it must be one of {choices} ({self.flag})")
 
@@ -81,7 +91,7 @@ class OptionField:
             # Options without a range may be infinite: their help says what that means.
             return not isnan(value)
         return (
-            isfinite(value)
+            (isfinite(value) or option.endless)
             and (option.minimum is None or value >= option.minimum)
             and (option.above is None or value > option.above)
             and (option.maximum is None or value <= option.maximum)
@@ -101,6 +111,15 @@ class OptionField:
         if option.maximum is not None:
             words.append(f"of at most {option.maximum:g}")
         return " and ".join(words)
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether UTF-8 can write a text: it has no half of a pair, with which Python stands in for unread bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def options_of(kind: type) -> Iterator[OptionField]:

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 
 from jaxserve.core.errors import RequestError
+from jaxserve.core.keywords import explains_keywords
+from jaxserve.core.plain_values import make_plain
 
 
+@explains_keywords({})
 @dataclass(frozen=True)
 class ReasoningSection:
     """The reasoning with which an answer begins. What the answer must be applies to the text after it.
@@ -23,11 +26,12 @@ class ReasoningSection:
     other_ends: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.start or not self.end:
-            raise RequestError("a reasoning section needs a start and an end tag", field="reasoning")
-        if self.max_tokens is not None and self.max_tokens < 0:
+        make_plain(self)
+        if not all(isinstance(tag, str) and tag for tag in (*self.starts, *self.ends)):
+            raise RequestError("a reasoning section needs a start and an end tag, which are texts", field="reasoning")
+        if self.max_tokens is not None and (type(self.max_tokens) is not int or self.max_tokens < 0):
             raise RequestError(
-                f"reasoning.max_tokens is {self.max_tokens}: it must be at least 0",
+                f"reasoning.max_tokens is {self.max_tokens!r}: it must be an integer of at least 0",
                 field="reasoning.max_tokens",
                 value=self.max_tokens,
                 limit=0,

@@ -7,11 +7,13 @@ from collections import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from jaxserve.core.errors import JaxserveError
+from jaxserve.core.keywords import missing_attribute
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.structured import Grammar, Matcher
+from jaxserve.core.vllm_attributes import COMPLETION_OUTPUT, REQUEST_METRICS, REQUEST_OUTPUT
 
 
 class FinishReason(StrEnum):
@@ -54,6 +56,11 @@ class Request:
     stream: bool = True  # return tokens as they are generated, not at the end of each answer
     grammar: Grammar | None = None  # compiled from `params.structured` and `params.reasoning`
     trace: TraceContext | None = None
+
+    @property
+    def generates(self) -> bool:
+        """True if tokens follow the prompt. An embedding, or `max_tokens=0`, takes no more than the prompt."""
+        return not self.embed and self.params.max_tokens != 0
 
 
 @dataclass(frozen=True)
@@ -199,6 +206,10 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise `AttributeError`, which for an attribute of vLLM says what to use instead."""
+        raise missing_attribute(self, name, COMPLETION_OUTPUT)
+
 
 @dataclass(frozen=True)
 class RequestMetrics:
@@ -209,6 +220,10 @@ class RequestMetrics:
     first_token: float | None = None
     last_token: float | None = None
     finished: float | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise `AttributeError`, which for an attribute of vLLM says what to use instead."""
+        raise missing_attribute(self, name, REQUEST_METRICS)
 
 
 @dataclass(slots=True)
@@ -225,3 +240,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     embedding: Any = None  # float32[hidden] for an embedding request
     error: JaxserveError | None = None  # why the request ended early; the other fields then hold nothing new
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise `AttributeError`, which for an attribute of vLLM says what to use instead."""
+        raise missing_attribute(self, name, REQUEST_OUTPUT)

@@ -3,12 +3,16 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxserve.core.allowed_tokens import AllowedTokens
 from jaxserve.core.errors import RequestError
+from jaxserve.core.keywords import explains_keywords, missing_attribute
+from jaxserve.core.plain_values import make_plain
 from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.core.structured import StructuredOutput
+from jaxserve.core.vllm_attributes import SAMPLING_PARAMS
+from jaxserve.core.vllm_names import SAMPLING
 
 MAX_SPARSE_BIAS = 512  # token ids that logit_bias, bad_words and min_tokens of one sequence may bias together
 MAX_LOGIT_BIAS = 300
@@ -45,16 +49,21 @@ def _short(name: str, text: str) -> None:
         raise RequestError(message, field=name, value=len(text), limit=MAX_STRING)
 
 
+@explains_keywords(SAMPLING)
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one request.
 
-    `max_tokens=None` generates up to the model's length limit. `top_k=0` (or -1) and `top_p=1` are off, `temperature=0`
-    and `top_p=0` are greedy, and `seed=-1` is random, as None. `logprobs=k` returns the log-probabilities of the
-    sampled token and of the k most likely tokens, computed from the raw logits. With `allowed_token_ids` the answer has
-    no other tokens, so a token that ends it must be among them. `structured` is what the answer's text must be; only an
-    answer that reaches `max_tokens` may break off earlier. `reasoning` describes the reasoning with which the answer
-    begins, which may have a limit and to which `structured` does not apply.
+    `max_tokens=None` generates up to the model's length limit. `max_tokens=0` generates nothing: the prompt, which may
+    then fill the model's context, is only computed, for its `prompt_logprobs` or the prefix cache. `top_k=0` (or -1)
+    and `top_p=1` are off, `temperature=0` and `top_p=0` are greedy, and `seed=-1` is random, as None. `logprobs=k`
+    returns the log-probabilities of the sampled token and of the k most likely tokens, computed from the raw logits.
+    With `allowed_token_ids` the answer has no other tokens, so a token that ends it must be among them. `structured` is
+    what the answer's text must be; only an answer that reaches `max_tokens` may break off earlier. `reasoning`
+    describes the reasoning with which the answer begins, which may have a limit and to which `structured` does not
+    apply.
+
+    Scalars and arrays of NumPy, JAX and PyTorch are taken as Python's numbers and lists.
 
     Raise `RequestError` that names the field, the value and the limit if a value is not allowed.
     """
@@ -85,6 +94,7 @@ class SamplingParams:
     reasoning: ReasoningSection | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self)
         if self.seed == RANDOM_SEED:
             object.__setattr__(self, "seed", None)
         if self.allowed_token_ids is not None and not isinstance(self.allowed_token_ids, AllowedTokens):
@@ -100,10 +110,11 @@ class SamplingParams:
         _integer("top_k", self.top_k, -1, None, "an integer of at least -1 (0 or -1: off)")
         _number("min_p", self.min_p, 0, 1, "a number from 0 to 1")
         if self.seed is not None:
-            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED, "a 64-bit integer")
+            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED, "a 64-bit integer (-2**63 to 2**63 - 1)")
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None, "an integer of at least 1")
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens, f"from 0 to max_tokens ({self.max_tokens})")
+            _integer("max_tokens", self.max_tokens, 0, None, "an integer of at least 0")
+        least = "an integer of at least 0" if self.max_tokens is None else f"from 0 to max_tokens ({self.max_tokens})"
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens, least)
         _number("presence_penalty", self.presence_penalty, -2, 2, "a number from -2 to 2")
         _number("frequency_penalty", self.frequency_penalty, -2, 2, "a number from -2 to 2")
         _number("repetition_penalty", self.repetition_penalty, 0, 100, "a number above 0, at most 100", low_open=True)
@@ -114,13 +125,9 @@ class SamplingParams:
     def _check_flags(self) -> None:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        structured = self.structured
-        _require(
-            structured is None or isinstance(structured, StructuredOutput),
-            "structured",
-            structured,
-            "a StructuredOutput",
-        )
+        for name, kind in (("structured", StructuredOutput), ("reasoning", ReasoningSection)):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, kind), name, value, f"a {kind.__name__}")
 
     def _check_lists(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words"):
@@ -146,6 +153,10 @@ class SamplingParams:
         for token, value in bias.items():
             _integer("logit_bias", token, 0, None, "keyed by token id")
             _number("logit_bias", value, -100, 100, "a number from -100 to 100")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise `AttributeError`, which for an attribute of vLLM's SamplingParams says what to use instead."""
+        raise missing_attribute(self, name, SAMPLING_PARAMS)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

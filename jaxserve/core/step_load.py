@@ -32,7 +32,7 @@ class Loads:
             context += sequence.num_computed
         for chunk in work.chunks:
             prefill += chunk.length * (chunk.start + chunk.length + 1)
-        shape = self._buckets.shape(decodes, tiles, 0)
+        shape = self._buckets.shape(decodes, tiles, 0, len(work.chunks))
         return StepLoad(shape.tokens, shape.rows, decodes, context, prefill)
 
     def tiles(self, work: Work) -> int:

@@ -17,7 +17,7 @@ from jaxserve.core.work import Work
 
 @dataclass(frozen=True)
 class StepShape:
-    """Shape of a step. Every kind of block has one executable per shape."""
+    """Shape of a step. Every kind of block has one executable per shape, decoder layers one per `of_layers`."""
 
     decodes: int  # B: decode rows
     tiles: int  # N: prefill tiles
@@ -29,6 +29,11 @@ class StepShape:
     def tokens(self) -> int:
         """Number T of tokens, padding included."""
         return self.decodes + self.tiles * self.tile
+
+    @cached_property
+    def of_layers(self) -> "StepShape":
+        """The shape as decoder layers see it, which do not know the sampled rows."""
+        return replace(self, rows=0)
 
     @cached_property
     def fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
@@ -87,7 +92,9 @@ class Buckets:
     tile: int  # tokens of a prefill tile
     min_rows: int  # smallest padding of decode rows: on some platforms fewer rows are slower
     widths: tuple[int, ...]  # pages of a row of the page table
-    finer: bool = False  # also use sizes between powers of two, for platforms where padded rows cost as much as others
+    # On a platform where products leave padded rows out: more sizes, as other operations cost the same for each row,
+    # and no choice of the sampled rows.
+    finer: bool = False
 
     def times(self, members: int) -> "Buckets":
         """Return the shapes of an instance that was merged of this many: it decodes as many sequences as all of them.
@@ -112,8 +119,8 @@ class Buckets:
         return self._sizes(1, self.max_tiles)
 
     @cached_property
-    def _shapes(self) -> dict[tuple[int, int, int], StepShape]:
-        # A cache, by decode rows, tiles and width: every step looks its shape up.
+    def _shapes(self) -> dict[tuple[int, int, int, int], StepShape]:
+        # A cache, by decode rows, tiles, width and sampled rows: every step looks its shape up.
         return {}
 
     @cached_property
@@ -125,19 +132,33 @@ class Buckets:
         sizes = powers_of_two(low, high)
         return with_midpoints(sizes) if self.finer else sizes
 
-    def shape(self, decodes: int, tiles: int, pages: int) -> StepShape:
-        """Return the smallest shape for a step with these numbers of decode rows, prefill tiles and pages per row."""
-        key = decodes, tiles, smallest_holding(self.widths, pages)
+    def shape(self, decodes: int, tiles: int, pages: int, chunks: int | None = None) -> StepShape:
+        """Return the smallest shape for a step with these numbers of decode rows, prefill tiles and pages per row.
+
+        The tiles are those of `chunks` chunks, by default of one tile each.
+        """
+        sampled = decodes + (tiles if chunks is None else chunks)
+        key = decodes, tiles, smallest_holding(self.widths, pages), sampled
         if key not in self._shapes:
             self._shapes[key] = self._shape(*key)
         return self._shapes[key]
 
-    def _shape(self, decodes: int, tiles: int, width: int) -> StepShape:
+    def _shape(self, decodes: int, tiles: int, width: int, sampled: int) -> StepShape:
         if tiles == 0:
             size = smallest_holding(self.decodes, decodes)
             return StepShape(size, 0, self.tile, width, smallest_holding(self.rows, size))
         size, tiles = smallest_holding(self.mixed_decodes, decodes), smallest_holding(self.tiles, tiles)
-        return StepShape(size, tiles, self.tile, width, smallest_holding(self.rows, size + tiles))
+        rows = smallest_holding(self._mixed_rows(size + tiles), sampled)
+        return StepShape(size, tiles, self.tile, width, rows)
+
+    def _mixed_rows(self, most: int) -> tuple[int, ...]:
+        """Return the numbers of sampled rows that steps with prefill are padded to, for at most `most` rows.
+
+        They are all, and where padded rows are sampled like others also a quarter of them: mostly few sequences decode.
+        """
+        most = smallest_holding(self.rows, most)
+        few = () if self.finer else [rows for rows in self.rows if rows <= most // 4][-1:]
+        return (*few, most)
 
     def of(self, work: Work) -> StepShape:
         """Return the smallest shape for a step's work."""
@@ -146,10 +167,16 @@ class Buckets:
             tiles += ceil_div(chunk.length, self.tile)
         if len(self.widths) > 1:
             pages = max(len(s.pages) for s in (*work.decodes, *(chunk.sequence for chunk in work.chunks)))
-        return self.shape(len(work.decodes), tiles, pages)
+        return self.shape(len(work.decodes), tiles, pages, len(work.chunks))
 
     def all(self) -> tuple[StepShape, ...]:
         """Return every shape that `of` can return, largest first."""
         shapes = {self.shape(b, 0, w) for b in self.decodes for w in self.widths}
-        shapes |= {self.shape(b, n, w) for b in self.mixed_decodes for n in self.tiles for w in self.widths}
-        return tuple(sorted(shapes, key=lambda s: (s.tokens, s.width), reverse=True))
+        shapes |= {
+            replace(self.shape(b, n, w), rows=rows)
+            for b in self.mixed_decodes
+            for n in self.tiles
+            for w in self.widths
+            for rows in self._mixed_rows(b + n)
+        }
+        return tuple(sorted(shapes, key=lambda s: (s.tokens, s.width, s.rows), reverse=True))

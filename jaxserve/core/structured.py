@@ -1,25 +1,31 @@
 """Structured output: what a request may demand of its answer's text, and how the engine sees that it gets it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxserve.core.errors import RequestError
+from jaxserve.core.keywords import explains_keywords
+from jaxserve.core.plain_values import plain
 from jaxserve.core.reasoning import ReasoningSection
+from jaxserve.core.vllm_names import STRUCTURED
 
 if TYPE_CHECKING:
     import numpy as np
 
 MAX_GRAMMAR = 256 * 1024  # characters of a schema, an expression or a grammar
 MAX_CHOICES = 10_000
+MAX_SHOWN = 80  # characters of a wrong value in an error
 # A regular expression of the white space between the parts of JSON. Without a limit, models that do not know what comes
 # next write it for ever.
 JSON_WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
+@explains_keywords(STRUCTURED)
 @dataclass(frozen=True)
 class StructuredOutput:
     """A demand on an answer's text, of which exactly one field is given.
@@ -34,13 +40,18 @@ class StructuredOutput:
     choice: Sequence[str] | None = None  # one of these texts
     grammar: str | None = None  # a context-free grammar in the format of Lark, or in GBNF
     structural_tag: str | Mapping[str, Any] | None = None  # a tree of formats, as a mapping or as JSON text
+    # False: keywords of JSON schemas that cannot be held are left out, with a line in the log. True: they are errors.
+    strict: bool = field(default=False, kw_only=True)
     place: str = field(default="", kw_only=True, compare=False)  # the name for errors; "": that of the field
-    # What `grammar` has been made of. An error in it names its own place. Each of `parts` must be usable by itself;
-    # `loose_parts` are only looked at if the grammar cannot be used.
+    # What `grammar` has been made of. An error in it names its own place. Each of `parts` must be usable by itself.
     parts: "Sequence[StructuredOutput]" = field(default=(), kw_only=True, compare=False)
-    loose_parts: "Sequence[StructuredOutput]" = field(default=(), kw_only=True, compare=False)
+    # Returns what is demanded instead if `parts` can be used but not all of the grammar.
+    fallback: "Fallback | None" = field(default=None, kw_only=True, compare=False)
+    dropped: Sequence[str] = field(default=(), kw_only=True, compare=False)  # what `grammar` leaves out, for the log
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "choice", plain(self.choice))
+        object.__setattr__(self, "json_object", plain(self.json_object))
         given = [name for name in KINDS if getattr(self, name) is not (False if name == "json_object" else None)]
         if len(given) != 1:
             place = self.place or "structured"
@@ -61,11 +72,21 @@ class StructuredOutput:
         if kind == "choice":
             texts = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
             if not texts or not 0 < len(value) <= MAX_CHOICES:
-                raise RequestError(f"{self.name} must be a list of 1 to {MAX_CHOICES} strings", field=self.name)
+                raise RequestError(
+                    f"{self.name} must be a list of 1 to {MAX_CHOICES} strings, got {_shown(value)}",
+                    field=self.name,
+                    value=len(value) if texts else value,
+                    limit=MAX_CHOICES,
+                )
         elif kind in ("regex", "grammar") and (not isinstance(value, str) or not value):
-            raise RequestError(f"{self.name} must be a non-empty string", field=self.name, value=value)
+            raise RequestError(
+                f"{self.name} must be a non-empty string, got {_shown(value)}", field=self.name, value=value
+            )
         elif kind == "json" and not isinstance(value, str | Mapping | bool):
-            raise RequestError(f"{self.name} must be a JSON schema", field=self.name, value=value)
+            advice = ": use its model_json_schema()" if hasattr(value, "model_json_schema") else ""
+            raise RequestError(
+                f"{self.name} must be a JSON schema, got {_shown(value)}{advice}", field=self.name, value=value
+            )
         elif kind == "structural_tag" and not isinstance(value, str | Mapping):
             raise RequestError(f"{self.name} must be a structural tag", field=self.name, value=value)
         elif kind == "json_object" and value is not True:
@@ -92,6 +113,10 @@ class StructuredOutput:
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"{self.name} cannot be written as JSON: {error}", field=self.name) from error
 
+
+Refusals = Callable[[Sequence[StructuredOutput]], Sequence[str]]
+"""Returns for each of several demands why it cannot be used, "" if it can."""
+Fallback = Callable[[Refusals], StructuredOutput]
 
 NOTHING_LEFT = "no token is left"
 """The `error` of a matcher whose request has several demands that contradict each other."""
@@ -146,6 +171,22 @@ class GrammarCompiler(Protocol):
         """Return the grammar. Raise `RequestError` if it is invalid, unsupported or too large."""
         ...
 
+    def submit(self, structured: StructuredOutput, sender: str = "") -> "Future[Grammar]":
+        """Return the future of the grammar, which is done if the grammar has been compiled before.
+
+        New grammars are compiled in turns between senders. `sender`: the client whose turn it is; "": one that sends
+        nothing else. Cancelling the future ends the wait. Its error is that of `compile`. Raise `QueueFull` if too many
+        grammars are waiting.
+        """
+        ...
+
     def after_reasoning(self, grammar: Grammar | None, section: ReasoningSection) -> Grammar:
         """Return the grammar of answers that begin with reasoning and go on as `grammar` says; None: with any text."""
         ...
+
+
+def _shown(value: object) -> str:
+    """Return a value of the wrong type for an error: a collection by its size, anything else cut to a few words."""
+    if isinstance(value, list | tuple | set | frozenset | Mapping):
+        return f"a {type(value).__name__} of {len(value)}"
+    return repr(value)[:MAX_SHOWN]

@@ -84,10 +84,6 @@ class Executor(Protocol):
         """Dispatch a step without waiting for its result."""
         ...
 
-    def settle(self) -> None:
-        """Wait until everything that is being prepared in the background is ready for the next step."""
-        ...
-
 
 def steps_in_flight(stages: int, *, overlap: bool = True) -> int:
     """Return how many steps of an instance are in flight at most, after a dispatch and before the oldest is fetched.

@@ -5,7 +5,7 @@ from collections import abc
 from jaxserve.core.errors import QueueFull, RequestError
 from jaxserve.core.request import Request, Sequence
 from jaxserve.engine.client import ModelInfo
-from jaxserve.engine.limits import check_params, check_prompt
+from jaxserve.engine.limits import check_params, check_prompt, check_vocabulary
 from jaxserve.engine.matchers import matchers_of
 from jaxserve.engine.text import StopStrings
 from jaxserve.engine.tokenizer import Tokenizer
@@ -14,13 +14,15 @@ from jaxserve.engine.tokenizer import Tokenizer
 def check_request(request: Request, info: ModelInfo, tokenizer: Tokenizer | None) -> None:
     """Raise `RequestError` if the model cannot serve a request."""
     params, prompt = request.params, request.prompt_token_ids
-    check_prompt(info, prompt, embed=request.embed)
+    check_prompt(info, prompt, generates=request.generates)
     if request.embed:
         return
     check_params(info, params, len(prompt))
     for name, value in (("stop", params.stop_strings), ("bad_words", params.bad_words)):
         if value and tokenizer is None:
             raise RequestError(f"{name} is text, but the model has no tokenizer", field=name)
+    for word in _bad_words(params.bad_words or (), tokenizer):
+        check_vocabulary(info, "bad_words", word)
 
 
 def check_room(request: Request, waiting: int, waiting_tokens: int, info: ModelInfo) -> None:
@@ -63,7 +65,7 @@ def make_sequences(
     text = tokenizer if params.detokenize and not request.embed else None
     sequences: list[Sequence] = []
     for index in range(params.n):
-        detokenizer = None if text is None else text.stream(params.skip_special_tokens)
+        detokenizer = None if text is None else text.stream(params.skip_special_tokens, after=request.prompt_token_ids)
         sequences.append(
             Sequence(
                 request=request,

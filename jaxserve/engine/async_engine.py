@@ -14,7 +14,7 @@ from jaxserve.engine.client import ControlClient, InstanceState, ModelInfo, Prom
 from jaxserve.engine.directory import Directory, RouteOf
 from jaxserve.engine.instance_thread import Stream
 from jaxserve.engine.instance_threads import InstanceThreads
-from jaxserve.engine.limits import grammar_of
+from jaxserve.engine.limits import grammar_in_turn
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState
 from jaxserve.engine.tokenizer import Tokenizer
@@ -52,6 +52,7 @@ class AsyncEngine:
         self._grammars = grammars
         self._ids = itertools.count()
         self._on_close = on_close
+        self._before_close: list[Callable[[], None]] = []
         self._draining = False
         self._closed = False
         self._directory: Directory[Stream] = Directory(
@@ -92,9 +93,10 @@ class AsyncEngine:
         salt: str = "",
         stream: bool = True,
         trace: TraceContext | None = None,
+        sender: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the new parts of a request's answers, as `EngineClient.generate`."""
-        request = await self._request(prompt, params, request_id, priority, salt, trace, stream=stream)
+        request = await self._request(prompt, params, request_id, priority, salt, trace, sender, stream=stream)
         async with self._admitted(request) as answers:
             while True:
                 output = await answers.next()
@@ -144,6 +146,15 @@ class AsyncEngine:
 
     # -- the end
 
+    @property
+    def draining(self) -> bool:
+        """True if new requests are refused."""
+        return self._draining
+
+    def call_before_close(self, function: Callable[[], None]) -> None:
+        """Call a function once, after the loops have ended and before the device is freed."""
+        self._before_close.append(function)
+
     async def drain(self, timeout: float) -> bool:
         """Refuse new requests, and return whether those in flight end within `timeout` seconds.
 
@@ -164,6 +175,8 @@ class AsyncEngine:
             return
         self._draining = self._closed = True
         await asyncio.to_thread(self._instances.close)
+        for function in self._before_close:
+            await asyncio.to_thread(function)
         self._on_close()
 
     # -- instances that come and go, as `InstanceSet`
@@ -206,6 +219,7 @@ class AsyncEngine:
         priority: int,
         salt: str,
         trace: TraceContext | None,
+        sender: str = "",
         *,
         embed: bool = False,
         stream: bool = True,
@@ -225,7 +239,7 @@ class AsyncEngine:
             salt=salt,
             embed=embed,
             stream=stream,
-            grammar=await asyncio.to_thread(grammar_of, params, self._grammars) if params.constrained else None,
+            grammar=await grammar_in_turn(params, self._grammars, sender),
             trace=trace,
         )
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -12,9 +13,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxserve.core.errors import CheckpointError, RequestError
+from jaxserve.core.unicode_text import valid_unicode
+from jaxserve.engine.chat_messages import Message, checked_messages
+from jaxserve.engine.rewritings import REWRITINGS, rewritten
 from jaxserve.engine.tool_messages import tools_as_text, with_argument_objects
-
-Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
 PLAIN = """\
 {{- bos_token }}
@@ -48,8 +50,14 @@ BUILTIN_TEMPLATES: Mapping[str, str] = {"plain": PLAIN, "vicuna": VICUNA, "chatm
 
 MAX_CACHED_ROLES = 64  # messages of a conversation whose check is cached
 
+RENDERED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})  # parameters of `render`
+
 # Marks the end of a message. The space shows whether the template trims the content of messages.
 MARKER = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class TemplateRefusal(RequestError):
+    """A conversation that a chat template refuses or fails on."""
 
 
 class ChatTemplate:
@@ -68,9 +76,15 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._now = now
-        self._template, self.knows_tools = self._compiled()
+        self._template, self._names = self._compiled()
+        self.knows_tools = "tools" in self._names
         self._knows_developer = "developer" in source
         self._cached_dropped = lru_cache(maxsize=256)(self._find_dropped)
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The names that the template reads and its caller may give, besides messages and tools."""
+        return self._names - RENDERED
 
     def render(
         self,
@@ -85,25 +99,21 @@ class ChatTemplate:
 
         `tools`: functions that the model may call, in OpenAI's form. A template that has no place for tools gets them,
         their calls and their results in the text of messages. `continue_final_message`: the prompt ends inside the last
-        message, which the model continues. `variables`: further variables that the template defines, e.g.
-        enable_thinking. A `developer` message is rendered as a `system` message unless the template itself mentions
-        developers.
+        message, which the model continues. `variables`: any of the template's own `variables`, e.g. enable_thinking.
+        A `developer` message is rendered as a `system` message unless the template itself mentions
+        developers. Messages that the template refuses are rewritten if it takes them in other words (`REWRITINGS`).
 
-        Raise `RequestError` if the template refuses the messages or leaves one out.
+        Raise `RequestError` if a message is malformed, or the template refuses the messages or leaves one out.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
                 "continue_final_message needs add_generation_prompt to be false", field="continue_final_message"
             )
-        for message in messages:
-            if not isinstance(message, Mapping):
-                raise RequestError(
-                    f"a message is {message!r}: it must be an object with role and content",
-                    field="messages",
-                    value=message,
-                )
+        if tools is not None and (isinstance(tools, str | Mapping) or not isinstance(tools, Sequence)):
+            raise RequestError("tools must be a list of functions", field="tools", value=tools)
+        messages = checked_messages(messages)
         try:
-            messages = [self._with_known_role(with_argument_objects(_in_text(message))) for message in messages]
+            messages = [self._with_known_role(with_argument_objects(message)) for message in messages]
             if not self.knows_tools:
                 messages = tools_as_text(messages, tools)
         except (KeyError, TypeError) as error:
@@ -112,19 +122,23 @@ class ChatTemplate:
         if tools and self.knows_tools:
             variables["tools"] = tools
         self._check_roles(tuple(str(message.get("role")) for message in messages))
-        if continue_final_message:
-            return self._render_open(messages, variables)
-        return self._render(messages, add_generation_prompt, variables)
+
+        def prompt(messages: Sequence[Message]) -> str:
+            if continue_final_message:
+                return self._render_open(messages, variables)
+            return self._render(messages, add_generation_prompt, variables)
+
+        return valid_unicode(_as_taken(messages, prompt))
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         context = {**self._special_tokens, "tools": None, "documents": None, **variables}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **context)
         except TemplateError as error:  # raised by the template itself, or by the sandbox
-            raise RequestError(f"the chat template refuses these messages: {error}", field="messages") from error
+            raise TemplateRefusal(f"the chat template refuses these messages: {error}", field="messages") from error
         except (TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
             reason = f"the chat template fails on these messages: {type(error).__name__}: {error}"
-            raise RequestError(reason, field="messages") from error
+            raise TemplateRefusal(reason, field="messages") from error
 
     def _render_open(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         """Return the prompt up to the end of the last message's content, as Transformers does.
@@ -186,8 +200,8 @@ class ChatTemplate:
             end = begin + len(mark)
         return None
 
-    def _compiled(self) -> tuple[Template, bool]:
-        """Return the template, and whether it uses a variable for tools."""
+    def _compiled(self) -> tuple[Template, frozenset[str]]:
+        """Return the template, and the names that it reads and does not define itself."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -196,7 +210,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda pattern: self._now().strftime(pattern)
         try:
             names = meta.find_undeclared_variables(environment.parse(self.source))
-            return environment.from_string(self.source), "tools" in names
+            return environment.from_string(self.source), frozenset(names - environment.globals.keys())
         except TemplateError as error:
             raise CheckpointError(f"the chat template is not valid Jinja: {error}") from error
 
@@ -211,27 +225,24 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """Return a message's content as text, joining text parts. Raise `RequestError` for parts of another type."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content or ():
-        match part:
-            case {"type": "text", "text": str() as text}:
-                texts.append(text)
-            case _:
-                raise RequestError(
-                    "this model reads text only; every part of content must be of type text",
-                    field="messages.content",
-                    value=part.get("type") if isinstance(part, Mapping) else part,
-                    limit="text",
-                )
-    return "\n".join(texts)
+def _as_taken(messages: Sequence[Message], prompt: Callable[[Sequence[Message]], str]) -> str:
+    """Return the prompt of messages, rewritten in as few ways as possible if the template refuses them as they are.
 
-
-def _in_text(message: Message) -> Message:
-    return {**message, "content": text_of(message["content"])} if isinstance(message.get("content"), list) else message
+    Raise the first `TemplateRefusal` if it refuses them in any words.
+    """
+    try:
+        return prompt(messages)
+    except TemplateRefusal as refusal:
+        try:
+            text = prompt(rewritten(messages, REWRITINGS))
+        except TemplateRefusal:
+            raise refusal from None
+    needed = REWRITINGS
+    for rewriting in REWRITINGS:
+        fewer = tuple(each for each in needed if each is not rewriting)
+        with suppress(TemplateRefusal):
+            text, needed = prompt(rewritten(messages, fewer)), fewer
+    return text
 
 
 def _to_json(

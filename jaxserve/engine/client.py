@@ -41,6 +41,7 @@ class ControlClient(Protocol):
         - `waiting_room`: {"requests", "tokens", "longest_tokens", "oldest_seconds"} of those that no instance can hold
         - `kv_pages`: {"used", "total", "most"} over all instances
         - `snapshot`: the numbers of the latest snapshot
+        - `quality`: {"loss", "nats", "floor", "measured"}: what the plan is expected to cost, as in `telemetry.Quality`
         - `slo_ttft` and `slo_tpot`: seconds; `max_quality_loss`: a share of the cross-entropy; None for a policy
           without this objective
         """
@@ -189,9 +190,11 @@ class EngineClient(Protocol):
         salt: str = "",
         stream: bool = True,
         trace: TraceContext | None = None,
+        sender: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the new parts of a request's n answers, until an output is `finished`.
 
+        `sender`: the client for whom new grammars are compiled, in turns with others; "": one that sends nothing else.
         Without `stream`, each answer is yielded once, when it has ended. If `prompt_logprobs` were requested, the first
         output of a stream has them, or without `stream` the last one. Closing the generator, or cancelling the task
         that waits for it, aborts the request and frees its pages.

@@ -335,10 +335,12 @@ class EngineCore:
         for index, chunk in enumerate(work.chunks):
             if output.prompt_logprobs and index in output.prompt_logprobs:
                 self._take_prompt_logprobs(step, chunk, output.prompt_logprobs[index])
-            if chunk.last and chunk.sequence.request.embed:
-                self._take_embedding(step, chunk.sequence, index)
-            elif chunk.last:
+            if not chunk.last:
+                continue
+            if chunk.sequence.request.generates:
                 self._take_token(step, chunk.sequence, len(work.decodes) + index)
+            else:
+                self._end_prompt(step, chunk.sequence, index)
         self.scheduler.ended()
         self._counters.step(step.generated, work.num_tokens - len(work.decodes), step.gaps)
         self._counters.times.ended(now)
@@ -462,17 +464,20 @@ class EngineCore:
             return
         take_prompt_logprobs(self.tokenizer, chunk, arrays)
 
-    def _take_embedding(self, step: _StepResult, sequence: Sequence, chunk: int) -> None:
+    def _end_prompt(self, step: _StepResult, sequence: Sequence, chunk: int) -> None:
+        """End a sequence of a request that wants no more than its prompt to be computed."""
         if sequence.status is SequenceStatus.FINISHED:
             return
-        assert step.output.embeddings is not None
-        embedding = step.output.embeddings[chunk]
-        if not np.isfinite(embedding).all():
-            self._fail(step, sequence.request, NonFiniteOutput("embeddings"))
-            return
-        sequence.embedding = embedding
-        self._counters.prompt_done(sequence)
-        sequence.finish_reason = FinishReason.STOP
+        if sequence.request.embed:
+            assert step.output.embeddings is not None
+            embedding = step.output.embeddings[chunk]
+            if not np.isfinite(embedding).all():
+                self._fail(step, sequence.request, NonFiniteOutput("embeddings"))
+                return
+            sequence.embedding = embedding
+        if sequence.index == 0:
+            self._counters.prompt_done(sequence)
+        sequence.finish_reason = FinishReason.STOP if sequence.request.embed else FinishReason.LENGTH
         self.scheduler.finish(sequence)
         step.changed.setdefault(sequence.request.id, []).append(sequence)
 

@@ -125,7 +125,8 @@ def observe_end(metrics: InstanceMetrics, state: RequestState, reason: FinishRea
             prefill = first.first_token - first.first_scheduled
         if first.first_scheduled is not None:
             queue = first.first_scheduled - request.arrival
-        if first.first_token is not None or first.embedding is not None:
+        ended = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if first.first_token is not None or (ended and not request.generates):
             computed = first.num_prompt - first.num_cached
     metrics.finished(
         reason,

@@ -1,37 +1,39 @@
-"""Incremental detokenization at a constant cost per token, without incomplete characters.
+"""Incremental detokenization, without incomplete characters.
 
-The decoders of the supported families map a token to bytes that do not depend on its position, so that a stream is a
-table look-up and an incremental UTF-8 decoder. `byte_table` recognizes them. For other decoders the stream of the
-tokenizers library is used.
+The same rule holds for every tokenizer: a character that is not complete yet is held back, and one that never becomes
+complete is a replacement character, U+FFFD. So the pieces of a stream are together the text of `Tokenizer.decode`.
 """
 
 import codecs
-import json
-import re
 from collections.abc import Callable, Sequence
 
-from tokenizers import Tokenizer as HfTokenizer
-from tokenizers.decoders import Decoder, DecodeStream
-
-TokenBytes = Callable[[str], bytes]
-
-SPACE = "\u2581"  # the character with which sentencepiece replaces a space
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+REPLACEMENT = "\ufffd"
+MAX_HELD = 16  # tokens that are held back for a character; the longest one has 4 bytes
 
 
 class ByteDetokenizer:
-    """A detokenizer for tokens that are bytes. `strip_space`: the first space is not part of the text."""
+    """A detokenizer for tokens that are bytes, at a constant cost per token."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes], *, strip_space: bool = False):
+    def __init__(self, token_bytes: Callable[[int], bytes], *, strip: int = 0, begun: bytes = b""):
+        """`strip`: the number of spaces at the beginning that are not part of the text.
+
+        `begun`: the bytes of a character with which the text before ends. If the tokens go on with it, the whole
+        character is part of their text.
+        """
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip_space = strip_space
+        self._strip = strip
+        self._begun = begun
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens, and return the text that is complete now."""
         data = b"".join(map(self._token_bytes, token_ids))
-        if self._strip_space and data:
-            data, self._strip_space = data.removeprefix(b" "), False
+        if self._begun and data:
+            data, self._begun = (self._begun + data if is_continuation(data) else data), b""
+        if self._strip and data:
+            stripped = min(self._strip, len(data) - len(data.lstrip(b" ")))
+            data = data[stripped:]
+            self._strip = 0 if data else self._strip - stripped
         return self._decoder.decode(data)
 
     def flush(self) -> str:
@@ -40,65 +42,35 @@ class ByteDetokenizer:
 
 
 class StreamDetokenizer:
-    """A detokenizer for other kinds of tokens, e.g. WordPiece, using the stream of the tokenizers library."""
+    """A detokenizer for tokens whose text depends on those around them."""
 
-    def __init__(self, tokenizer: HfTokenizer, *, skip_special_tokens: bool):
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+    def __init__(self, decode: Callable[[Sequence[int]], str]):
+        """`decode` returns the text of token ids."""
+        self._decode = decode
+        self._ids: list[int] = []  # those shown last, and those held back
+        self._num_shown = 0  # of these
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens, and return the text that is complete now."""
-        return "".join(self._stream.step(self._tokenizer, token) or "" for token in token_ids)
+        return "".join(map(self._push, token_ids))
+
+    def _push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        if self._decode(self._ids).endswith(REPLACEMENT) and len(self._ids) - self._num_shown < MAX_HELD:
+            return ""
+        return self.flush()
 
     def flush(self) -> str:
-        """Return "", because such tokens are whole characters."""
-        return ""
+        """Return the text of the tokens held back, with replacement characters for an incomplete character."""
+        shown, text = self._decode(self._ids[: self._num_shown]), self._decode(self._ids)
+        if len(text) > len(shown):
+            del self._ids[: self._num_shown]
+            self._num_shown = len(self._ids)
+        elif len(self._ids) - self._num_shown >= MAX_HELD:
+            del self._ids[self._num_shown :]  # hidden tokens: fewer may show once another one follows, such as a space
+        return text[len(shown) :]
 
 
-def byte_table(decoder: Decoder | None) -> tuple[TokenBytes, bool] | None:
-    """Return a decoder's map from token to bytes, and whether it strips a leading space.
-
-    Return None for decoders that cannot be described by such a map.
-    """
-    if decoder is None:
-        return None
-    state = json.loads(decoder.__getstate__())
-    steps = state["decoders"] if state["type"] == "Sequence" else [state]
-    kinds = [step["type"] for step in steps]
-    if kinds == ["ByteLevel"]:
-        return _byte_level, False
-    if kinds == ["Metaspace"] and steps[0]["replacement"] == SPACE:
-        return _sentencepiece, steps[0].get("prepend_scheme", "always") != "never"
-    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or not _replaces_space(steps[0]):
-        return None
-    if kinds[3:] == []:
-        return _sentencepiece, False
-    if kinds[3:] == ["Strip"] and steps[3] == {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
-        return _sentencepiece, True
-    return None
-
-
-def _replaces_space(step: dict) -> bool:
-    return (step["pattern"], step["content"]) == ({"String": SPACE}, " ")
-
-
-def _sentencepiece(token: str) -> bytes:
-    match = BYTE_TOKEN.fullmatch(token)
-    return bytes([int(match[1], 16)]) if match else token.replace(SPACE, " ").encode()
-
-
-def _byte_level(token: str) -> bytes:
-    try:
-        return bytes(BYTE_OF[character] for character in token)
-    except KeyError:  # an added token, which is plain text
-        return token.encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's byte of each character: printable bytes are themselves, other bytes are characters from 256 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
-BYTE_OF = _byte_alphabet()
+def is_continuation(data: bytes) -> bool:
+    """Return whether bytes of UTF-8 begin inside a character."""
+    return bool(data) and 0x80 <= data[0] < 0xC0

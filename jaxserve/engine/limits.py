@@ -1,7 +1,7 @@
 """Limits of a model and an engine on a single request, checked before it is queued."""
 
+import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from jaxserve.core.errors import ContextLengthExceeded, NoTokenizer, PromptTooLong, RequestError
 from jaxserve.core.sampling import SamplingParams
@@ -9,28 +9,23 @@ from jaxserve.core.structured import Grammar, GrammarCompiler
 from jaxserve.engine.client import ModelInfo
 
 
-def check_prompt(info: ModelInfo, token_ids: Sequence[int], *, embed: bool = False) -> None:
+def check_prompt(info: ModelInfo, token_ids: Sequence[int], *, generates: bool = True) -> None:
     """Raise `RequestError` unless the prompt is non-empty, in the vocabulary, and leaves room for one token.
 
-    `embed`: no token is generated, so the prompt may fill the model's context.
+    If it does not generate any token, the prompt may fill the model's context.
     """
     if not token_ids:
         raise RequestError("the prompt is empty", field="prompt", value=0, limit="at least one token")
-    limit = max_prompt_tokens(info, embed=embed)
+    limit = info.max_model_len - 1 if generates else info.max_model_len
     if len(token_ids) > limit:
         raise PromptTooLong(
             f"{context_length(info)} However, the prompt has {len(token_ids)} tokens"
-            + ("" if embed else ", and at least one more must be left for the answer"),
+            + (", and at least one more must be left for the answer" if generates else ""),
             field="prompt",
             value=len(token_ids),
             limit=limit,
         )
-    _check_vocabulary(info, "prompt", token_ids)
-
-
-def max_prompt_tokens(info: ModelInfo, *, embed: bool = False) -> int:
-    """Return the maximum number of prompt tokens, which leaves room for one more unless `embed`."""
-    return info.max_model_len if embed else info.max_model_len - 1
+    check_vocabulary(info, "prompt", token_ids)
 
 
 def context_length(info: ModelInfo) -> str:
@@ -44,28 +39,52 @@ def context_length(info: ModelInfo) -> str:
 
 
 def grammar_of(params: SamplingParams, compiler: GrammarCompiler | None) -> Grammar | None:
-    """Return the compiled grammar of a request, None if it needs none. May take some time.
+    """Return the compiled grammar of a request, None if it needs none. Wait until it is compiled.
 
     Raise `RequestError` if the grammar is invalid, unsupported or too large, or the model has no tokenizer.
     """
     if not params.constrained:
         return None
+    compiler = _usable(compiler)
+    grammar = None if params.structured is None else compiler.compile(params.structured)
+    return _after_reasoning(grammar, params, compiler)
+
+
+async def grammar_in_turn(params: SamplingParams, compiler: GrammarCompiler | None, sender: str) -> Grammar | None:
+    """Return the compiled grammar of a request as `grammar_of`, while the event loop goes on.
+
+    Senders have turns. Raise also `QueueFull`.
+    """
+    if not params.constrained:
+        return None
+    compiler = _usable(compiler)
+    grammar = None
+    if params.structured is not None:
+        compiling = compiler.submit(params.structured, sender)
+        grammar = compiling.result() if compiling.done() else await asyncio.wrap_future(compiling)
+    return _after_reasoning(grammar, params, compiler)
+
+
+def _usable(compiler: GrammarCompiler | None) -> GrammarCompiler:
     if compiler is None:
         raise NoTokenizer
-    grammar = None if params.structured is None else compiler.compile(params.structured)
+    return compiler
+
+
+def _after_reasoning(grammar: Grammar | None, params: SamplingParams, compiler: GrammarCompiler) -> Grammar | None:
     return grammar if params.reasoning is None else compiler.after_reasoning(grammar, params.reasoning)
 
 
 def check_params(info: ModelInfo, params: SamplingParams, prompt_tokens: int) -> None:
     """Raise `RequestError` if a parameter exceeds the engine's limits on one request."""
-    _check_max("n", params.n, info.max_n, " (max_n)")
-    _check_max("n", params.n, info.max_queued_requests, " (max_queued_requests)")  # more would never fit into the queue
-    _check_max("logprobs", params.logprobs, info.max_logprobs)
-    _check_max("prompt_logprobs", params.prompt_logprobs, info.max_logprobs)
-    _check_max("stop", len(params.stop_strings), info.max_stop_strings, " strings")
-    _check_vocabulary(info, "stop_token_ids", params.stop_token_ids or ())
-    _check_vocabulary(info, "logit_bias", tuple(params.logit_bias or ()))
-    _check_vocabulary(info, "allowed_token_ids", (params.allowed_token_ids or ())[-1:])  # the largest one
+    _check_max("n", params.n, info.max_n, "max_n")
+    _check_max("n", params.n, info.max_queued_requests, "max_queued_requests")  # more would never fit into the queue
+    _check_max("logprobs", params.logprobs, info.max_logprobs, "max_logprobs")
+    _check_max("prompt_logprobs", params.prompt_logprobs, info.max_logprobs, "max_logprobs")
+    _check_max("stop", len(params.stop_strings), info.max_stop_strings, "max_stop_strings", "has {} strings")
+    check_vocabulary(info, "stop_token_ids", params.stop_token_ids or ())
+    check_vocabulary(info, "logit_bias", tuple(params.logit_bias or ()))
+    check_vocabulary(info, "allowed_token_ids", (params.allowed_token_ids or ())[-1:])  # the largest one
     _check_room(info, "max_tokens", params.max_tokens, prompt_tokens)
     _check_room(info, "min_tokens", params.min_tokens, prompt_tokens)
 
@@ -91,12 +110,14 @@ def cap_max_tokens(info: ModelInfo, max_tokens: int | None, prompt_tokens: int) 
     return min(max_tokens, info.max_new_tokens)
 
 
-def _check_max(name: str, value: Any, limit: int, unit: str = "") -> None:
+def _check_max(name: str, value: int | None, limit: int, option: str, got: str = "is {}") -> None:
     if value is not None and value > limit:
-        raise RequestError(f"{name} is {value}, the limit is {limit}{unit}", field=name, value=value, limit=limit)
+        message = f"{name} {got.format(value)}, the limit is {limit} ({option})"
+        raise RequestError(message, field=name, value=value, limit=limit)
 
 
-def _check_vocabulary(info: ModelInfo, name: str, token_ids: Sequence[int]) -> None:
+def check_vocabulary(info: ModelInfo, name: str, token_ids: Sequence[int]) -> None:
+    """Raise `RequestError` if a token is not in the model's vocabulary, which may be smaller than the tokenizer's."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < info.vocab_size):
         wrong = next(token for token in token_ids if not 0 <= token < info.vocab_size)
         raise RequestError(

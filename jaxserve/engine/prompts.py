@@ -1,28 +1,39 @@
 """Conversion of prompts as users write them: a text, token ids, or a mapping with either."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import index
+from numbers import Integral
 from typing import Any
 
-import numpy as np
-
-from jaxserve.core.errors import RequestError
+from jaxserve.core.errors import RequestError, UnknownKeyword
+from jaxserve.core.keywords import translate
+from jaxserve.core.plain_values import plain
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.vllm_names import PROMPT
+from jaxserve.engine.chat_template import RENDERED
 from jaxserve.engine.client import Prompt, TextPrompt, TokensPrompt
+from jaxserve.engine.token_ids import as_token_ids
+from jaxserve.engine.tokenizer import Tokenizer
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+RESERVED = RENDERED | {"chat_template", "optional"}  # no variables of a template
 
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 
 
 def as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
     """Return one prompt or many as a list of engine prompts. Raise `RequestError` for any other value."""
+    prompts = prompts if isinstance(prompts, Mapping) else plain(prompts)
     if isinstance(prompts, (str, bytes, bytearray, Mapping)) or not isinstance(prompts, Iterable):
         return [as_prompt(prompts)]
     several = list(prompts)
-    single = bool(several) and isinstance(several[0], (int, np.integer))
+    single = bool(several) and isinstance(several[0], Integral)
     return [as_prompt(several)] if single else [as_prompt(prompt) for prompt in several]
 
 
 def as_prompt(prompt: Any) -> Prompt:
     """Return a prompt as an engine prompt. Raise `RequestError` for any other value."""
+    if isinstance(prompt, Mapping) and any(prompt.get(key) is not None for key in PROMPT_KEYS):
+        prompt = translate("a prompt", {k: v for k, v in prompt.items() if v is not None}, PROMPT_KEYS, PROMPT)
     match prompt:
         case str():
             return TextPrompt(prompt)
@@ -35,11 +46,47 @@ def as_prompt(prompt: Any) -> Prompt:
     return TokensPrompt(_token_ids(prompt))
 
 
+def chat_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    chat_template_kwargs: Mapping[str, Any] | None,
+    variables: Mapping[str, Any],
+    **parameters: Any,
+) -> Prompt:
+    """Return the prompt of a conversation.
+
+    `variables` and `parameters` are the keyword arguments of `Tokenizer.apply_chat_template`; `chat_template_kwargs`
+    takes precedence over `variables`. Raise `UnknownKeyword` for a variable that the template does not read.
+    """
+    overriding = chat_template_kwargs or {}
+    if not isinstance(overriding, Mapping):
+        raise RequestError(
+            f"chat_template_kwargs is {overriding!r}: it must be a mapping", field="chat_template_kwargs"
+        )
+    if reserved := overriding.keys() & RESERVED:
+        name = min(reserved)
+        raise UnknownKeyword(f"chat_template_kwargs may not set {name}: give it as a keyword argument", field=name)
+    text = tokenizer.apply_chat_template(messages, **parameters, **{**variables, **overriding})
+    return TextPrompt(text, add_special_tokens=False)  # the template writes special tokens itself
+
+
+def as_params(sampling_params: Any) -> SamplingParams:
+    """Return the sampling parameters of one request, by default those of `SamplingParams`.
+
+    Raise `RequestError` for anything else.
+    """
+    if sampling_params is None:
+        return SamplingParams()
+    if not isinstance(sampling_params, SamplingParams):
+        given = type(sampling_params).__name__
+        message = f"sampling_params is of type {given}: it must be SamplingParams"
+        raise RequestError(message, field="sampling_params", value=sampling_params)
+    return sampling_params
+
+
 def _token_ids(value: Any) -> tuple[int, ...]:
     try:
-        if isinstance(value, bytes | bytearray):
-            raise TypeError("bytes are not token ids")
-        return tuple(index(token) for token in value)
+        return as_token_ids(value)
     except TypeError as error:
         message = "a prompt is a text, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids'"
         raise RequestError(message, field="prompt", value=value) from error

@@ -214,8 +214,8 @@ class StepLog:
                 while not self._closing.wait(INTERVAL):
                     self._flush()
                 self._flush()
-        except OSError:
-            log.exception("the step log ends here")
+        except OSError as error:
+            log.error("the step log ends here: cannot write %s: %s (step_log)", self._file.name, error.strerror)
             self._waiting = deque(maxlen=0)
 
     def _flush(self) -> None:

@@ -141,11 +141,6 @@ class SyncEngine:
             self._changed.wait(PAUSE_SECONDS)
         return outputs
 
-    def settle(self) -> None:
-        """Wait until the executors have compiled everything that they prepare in the background."""
-        for steps in self._loops.values():
-            steps.executor.settle()
-
     @property
     def idle(self) -> bool:
         """True if no request waits, no instance has a request or a step in flight, and no output is to be returned."""

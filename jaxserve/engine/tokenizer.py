@@ -1,26 +1,48 @@
-"""The tokenizer: a model's vocabulary with its special tokens and its chat template."""
+"""The tokenizer: a model's vocabulary with its chat templates, and the text of its tokens, whole and token by token."""
 
-from collections.abc import Mapping, Sequence
+import codecs
+import logging
+from collections.abc import Mapping, Sequence, Set as AbstractSet
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
 from jaxserve.core.errors import CheckpointError, RequestError
+from jaxserve.core.keywords import MAX_NAME, explains_keywords, missing_attribute, translate
+from jaxserve.core.plain_values import plain
 from jaxserve.core.request import Detokenizer
-from jaxserve.engine.chat_template import PLAIN, ChatTemplate, Message
-from jaxserve.engine.detokenizer import ByteDetokenizer, StreamDetokenizer, byte_table
-from jaxserve.engine.tokenizer_files import TokenizerFiles, choose_template, vocabulary_file
+from jaxserve.engine.chat_messages import Message
+from jaxserve.engine.chat_template import PLAIN, ChatTemplate
+from jaxserve.engine.detokenizer import ByteDetokenizer, StreamDetokenizer, is_continuation
+from jaxserve.engine.token_ids import as_token_ids
+from jaxserve.engine.tokenizer_files import SPECIAL_NAMES, TokenizerFiles, choose_template, vocabulary_file
+from jaxserve.engine.transformers_names import ATTRIBUTES, CALL, CHAT_PARAMETERS, CONVERSATION, DECODE, TEMPLATE
+from jaxserve.engine.vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
 
 TOOL_USE = "tool_use"  # the name of the template that some models have for conversations with tools
-PROBE = "a"  # a text that is encoded to find the special tokens around it
-# A character that no token has in common with others: what follows it is encoded as inside a text.
-ALONE = "\u263a"
+MAX_UNFINISHED = 8  # tokens at the end of a prompt in which the beginning of a character may be
 
 
-class Tokenizer:
-    """A thread-safe conversion of text to token ids and back. Encoding does not hold the interpreter's lock."""
+class Encoding(dict[str, Any]):
+    """Encoded texts as Transformers returns them: `input_ids` and `attention_mask`, also as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"an encoding has {' and '.join(self)}, not {name!r}", name=name, obj=self)
+
+
+class Tokenizer(Vocabulary):
+    """A thread-safe conversion of text to token ids and back, and of conversations to text.
+
+    Methods and attributes of Transformers' tokenizers exist as far as they mean the same here. Unlike there, `decode`
+    leaves out special tokens by default, and `apply_chat_template` returns text that ends with the beginning of an
+    answer. Any other name raises an `AttributeError` that says what to use.
+    """
 
     def __init__(
         self,
@@ -48,27 +70,17 @@ class Tokenizer:
             "builtin_template": builtin_template,
             "tool_template": tool_template,
         }
-        special = dict(special_tokens or {})
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self._tokenizer = tokenizer
-        self.special_ids = frozenset(id for id, t in tokenizer.get_added_tokens_decoder().items() if t.special)
-        self._byte_table = byte_table(tokenizer.decoder)
-        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
-        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
-        self.bos_token_id = self._id_of(special.get("bos_token"))
-        eos = self._id_of(special.get("eos_token"))
-        self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *([] if eos is None else [eos])]))
-        whole, bare = self._encode(PROBE, True), self._encode(PROBE, False)
-        self._bos = _Edge(self.bos_token_id, add_bos, self.bos_token_id in whole[:1] and whole[:1] != bare[:1])
-        self._eos = _Edge(eos, add_eos, eos in whole[-1:] and whole[-1:] != bare[-1:])
+        super().__init__(tokenizer, special_tokens or {}, eos_token_ids, add_bos, add_eos)
         self.has_chat_template = chat_template is not None and builtin_template is None
         self.builtin_template = builtin_template if chat_template is not None else "plain"
+        special = dict(self.special_tokens_map)
         if not self.has_chat_template and not self._bos.wanted:
             special.pop("bos_token", None)
+        self._template_tokens = special
         self._chat_template = ChatTemplate(chat_template or PLAIN, special)
+        self._report_unread = lru_cache(maxsize=64)(_report_unread)
+        self._other_template = lru_cache(maxsize=8)(self._compile)
         self._tool_template = self._chat_template if tool_template is None else ChatTemplate(tool_template, special)
-        self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
 
     @classmethod
     def load(cls, path: str | Path, chat_template: str | Path | None = None) -> "Tokenizer":
@@ -103,67 +115,116 @@ class Tokenizer:
         """Write a tokenizer.json, without the special tokens' names and the chat template, which have other files."""
         self._tokenizer.save(str(file))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Raise `RequestError` for a string that is not valid Unicode."""
-        try:
-            ids = self._encode(text, add_special_tokens)
-        except (TypeError, UnicodeError) as error:
-            raise RequestError("the text is not valid Unicode (it has a lone surrogate)", field="prompt") from error
-        return self._with_edges(ids) if add_special_tokens else ids
-
-    def encode_inside(self, text: str) -> list[int]:
-        """Return the token ids of a text inside another: without the space that sentencepiece puts before a text.
+    @explains_keywords(CALL, "the tokenizer")
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoding:
+        """Return the `input_ids` and the `attention_mask` of a text, or those of several texts as lists.
 
         Raise `RequestError` as `encode`.
         """
-        if self._byte_table is None or not self._byte_table[1]:
-            return self.encode(text, add_special_tokens=False)
-        start = self._encode(ALONE, False)
-        return self.encode(ALONE + text, add_special_tokens=False)[len(start) :]
+        if isinstance(text, list | tuple):
+            ids: Any = [self.encode(each, add_special_tokens) for each in text]
+            return Encoding(input_ids=ids, attention_mask=[[1] * len(each) for each in ids])
+        ids = self.encode(text, add_special_tokens)  # type: ignore[arg-type]
+        return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
 
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token as the vocabulary writes it, or None if there is no such token."""
-        return self._tokenizer.token_to_id(token)
+    def tokenize(self, text: str) -> list[str]:
+        """Return the tokens of a text as the vocabulary writes them. Raise `RequestError` as `encode`."""
+        return [str(self.written(token)) for token in self.encode(text, add_special_tokens=False)]
 
-    @property
-    def bos_ids(self) -> tuple[int, ...]:
-        """The bos token if `encode` begins texts with it."""
-        return (self.bos_token_id,) if self._bos.wanted and self.bos_token_id is not None else ()
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """Return the id of a token as the vocabulary writes it, or of several as a list.
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids that begin a text. Ids outside the vocabulary are ignored."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        A token that does not exist has the id of the unknown token, None if there is none.
+        """
+        if isinstance(tokens, str):
+            known = self.token_id(tokens)
+            return self._id_of("unk_token") if known is None else known
+        return [self.convert_tokens_to_ids(token) for token in tokens]
 
-    def stream(self, skip_special_tokens: bool = True, *, start: bool = False) -> Detokenizer:
-        """Return a new incremental detokenizer.
+    def convert_ids_to_tokens(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> Any:
+        """Return a token as the vocabulary writes it, or several as a list. An id that no token has gives None."""
+        single, token_ids = _token_ids(ids)
+        if single:
+            return self.written(token_ids[0])
+        hidden = self.special_ids if skip_special_tokens else ()
+        return [self.written(token) for token in token_ids if token not in hidden]
+
+    @explains_keywords(DECODE, "the tokenizer's decode")
+    def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids that begin a text, with U+FFFD for bytes that are no whole character.
+
+        Ids that no token has are ignored. Raise `RequestError` for what is no token id.
+        """
+        _, ids = _token_ids(token_ids)
+        stream = self.stream(skip_special_tokens, start=True)
+        text = stream.push([token for token in ids if token < self._end])
+        return text + stream.flush()
+
+    @explains_keywords(DECODE, "the tokenizer's batch_decode")
+    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        """Return the text of each of several series of token ids, as `decode`."""
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    def stream(
+        self, skip_special_tokens: bool = True, *, start: bool = False, after: Sequence[int] = ()
+    ) -> Detokenizer:
+        """Return a new incremental detokenizer, whose pieces are together the text of `decode`.
 
         `start`: the tokens begin a text, so that the space that sentencepiece puts before it is dropped as in `decode`.
-        Otherwise they continue a prompt, and the space stays.
+        Otherwise they continue a prompt, and the space stays. `after`: the tokens before. If they end inside a
+        character that the new tokens complete, it is part of the text.
         """
-        if self._byte_table is None:
-            return StreamDetokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
-        token_bytes = self._visible_bytes if skip_special_tokens else self.token_bytes
-        return ByteDetokenizer(token_bytes, strip_space=start and self._byte_table[1])
+        if self._bytes is None:
+            return StreamDetokenizer(partial(self._decode, skip_special_tokens=skip_special_tokens))
+        visible = self._visible_bytes if skip_special_tokens else self.token_bytes
+        begun = _unfinished(b"".join(map(visible, after[-MAX_UNFINISHED:])))
+        return ByteDetokenizer(visible, strip=self._bytes.stripped if start else 0, begun=begun)
 
-    def ordinary_ids(self) -> list[int]:
-        """Return the sorted ids of the vocabulary without added tokens, special or not."""
-        added = self._tokenizer.get_added_tokens_decoder().keys()
-        return sorted(set(self._tokenizer.get_vocab(with_added_tokens=False).values()) - added)
+    def ends_inside_character(self, token_ids: Sequence[int], following: Sequence[int]) -> bool:
+        """Return whether a text of tokens ends inside a character that the following tokens go on with."""
+        if self._bytes is None or not _unfinished(b"".join(map(self._visible_bytes, token_ids[-MAX_UNFINISHED:]))):
+            return False
+        data = b"".join(map(self._visible_bytes, following[:MAX_UNFINISHED]))
+        return is_continuation(data)
 
-    def token(self, token_id: int) -> str:
-        """Return the text of one token inside a text, with U+FFFD for an incomplete character."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
-
-    def max_characters(self, num_tokens: int) -> int:
-        """Return an upper bound on the characters of a text of `num_tokens` tokens."""
-        return num_tokens * max(self._longest_token, 16)
-
+    @explains_keywords(CONVERSATION, "the tokenizer's apply_chat_template")
     def apply_chat_template(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        optional: AbstractSet[str] = frozenset(),
+        **variables: Any,
     ) -> str:
-        """Return the prompt of a conversation as `ChatTemplate.render`. Encode it without special tokens."""
-        template = self._tool_template if variables.get("tools") else self._chat_template
-        return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        """Return the prompt of a conversation as `ChatTemplate.render`. Encode it without special tokens.
+
+        `chat_template`: a template, the name of a built-in one or a file, used instead of the model's.
+        `optional`: variables that are left out, and logged, if the template does not read them. Raise `UnknownKeyword`
+        for any other that it does not read, and `RequestError` if it refuses the messages.
+        """
+        if chat_template is None:
+            template, known = self._tool_template if tools else self._chat_template, self.template_variables
+        else:
+            template = self._other_template(chat_template)
+            known = template.variables
+        for name in optional & variables.keys() - known:
+            self._report_unread(name)
+            del variables[name]
+        return template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **translate("the chat template", variables, known, TEMPLATE, hints=CHAT_PARAMETERS),
+        )
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The names that the model's chat templates read, besides those of the parameters of `apply_chat_template`."""
+        return self._chat_template.variables | self._tool_template.variables
 
     @property
     def template_source(self) -> str:
@@ -185,60 +246,38 @@ class Tokenizer:
             return False
         return True
 
-    @cached_property
-    def special_tokens(self) -> Mapping[str, int]:
-        """The ids of all special tokens by their texts."""
-        return {text: id for id in sorted(self.special_ids) if (text := self._tokenizer.id_to_token(id)) is not None}
+    def __getattr__(self, name: str) -> Any:
+        """Return a special token or its id, None if there is none. Raise `AttributeError` that says what to use."""
+        token = name.removesuffix("_id")
+        if token in SPECIAL_NAMES and "special_tokens_map" in self.__dict__:
+            return self._id_of(token) if name != token else self.special_tokens_map.get(token)
+        raise missing_attribute(self, name, ATTRIBUTES)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def _with_edges(self, ids: list[int]) -> list[int]:
-        """Add the bos and eos tokens, or remove those that tokenizer.json added, as the configuration says.
-
-        A bos with which the text itself begins stays, and no second one is added.
-        """
-        bos, eos = self._bos, self._eos
-        if bos.extra:
-            ids = ids[1:]
-        if eos.extra:
-            ids = ids[:-1]
-        if bos.missing and bos.id is not None and ids[:1] != [bos.id]:
-            ids = [bos.id, *ids]
-        if eos.missing and eos.id is not None and ids[-1:] != [eos.id]:
-            ids = [*ids, eos.id]
-        return ids
-
-    def _token_bytes(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id)
-        if token is None:
-            return b""
-        if self._byte_table is None:
-            return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
-        return self._byte_table[0](token)
-
-    def _visible_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self.special_ids else self.token_bytes(token_id)
-
-    def _id_of(self, token: str | None) -> int | None:
-        return None if token is None else self.token_id(token)
+    def _compile(self, given: str) -> ChatTemplate:
+        source, _ = choose_template(given, {}, Path())
+        return ChatTemplate(source, self._template_tokens)
 
 
-class _Edge(NamedTuple):
-    """A special token at one end of every text."""
+def _token_ids(value: Any) -> tuple[bool, tuple[int, ...]]:
+    """Return whether a value is a single token id, and the ids that it is. Raise `RequestError` for any other value."""
+    value = plain(value)
+    single = isinstance(value, int) and not isinstance(value, bool)
+    try:
+        ids = as_token_ids((value,) if single else value)
+    except TypeError as error:
+        message = f"token_ids is {repr(value)[:MAX_NAME]}: it must be a token id or a list of them ({error})"
+        raise RequestError(message, field="token_ids", value=value) from error
+    if ids and min(ids) < 0:
+        raise RequestError(f"token_ids has {min(ids)}: token ids are integers of at least 0", field="token_ids")
+    return single, ids
 
-    id: int | None
-    asked: bool | None  # whether the configuration wants it; None: as tokenizer.json does
-    added: bool  # whether tokenizer.json adds it
 
-    @property
-    def wanted(self) -> bool:
-        return self.id is not None and (self.added if self.asked is None else self.asked)
+def _unfinished(data: bytes) -> bytes:
+    """Return the bytes of a character with which a text ends that is not complete, b"" if there is none."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data)
+    return decoder.getstate()[0]
 
-    @property
-    def missing(self) -> bool:
-        return self.wanted and not self.added
 
-    @property
-    def extra(self) -> bool:
-        return self.added and not self.wanted
+def _report_unread(name: str) -> None:
+    log.info("the model's chat template does not read %r, which some requests set: it is ignored", name[:MAX_NAME])

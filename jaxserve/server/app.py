@@ -25,6 +25,8 @@ from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 
+# What pages of other origins may read of a response, besides the headers that browsers always show.
+EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "www-authenticate", "accept-encoding")
 GENERATION = (chat.router, responses.router, responses.json_router, completions.router, messages.router)
 OTHERS = (embeddings, scoring, models, tokenization, operations, admin, dashboard)
 ROUTERS = (*GENERATION, *(module.router for module in OTHERS))
@@ -56,6 +58,7 @@ def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI
             allow_origins=list(settings.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
             # A page from an allowed origin may reach a server on its user's machine.
             allow_private_network=True,
         )

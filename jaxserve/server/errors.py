@@ -13,7 +13,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -28,6 +27,7 @@ from jaxserve.core.errors import (
     RequestError,
 )
 from jaxserve.server.http.auth import is_for_operators
+from jaxserve.server.http.json_text import plain_json, to_json
 from jaxserve.server.messages.errors import is_messages_path, messages_error, new_request_id
 from jaxserve.server.unknown_paths import hint
 
@@ -66,17 +66,21 @@ ALLOWED = {
     "dict_type": "an object",
     "model_type": "an object",
     "model_attributes_type": "an object",
-    "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
     "greater_than_equal": "at least {ge}",
     "literal_error": "{expected}",
     "union": "{what}",
     "string_too_long": "at most {max_length}",
     "string_too_short": "at least {min_length}",
+    "too_long": "at most {max_length}",
     "too_short": "at least {min_length}",
 }
-SIZED = frozenset({"string_too_long", "string_too_short", "too_short"})
+SIZED = frozenset({"string_too_long", "string_too_short", "too_long", "too_short"})
+BOUNDS = ("le", "ge", "max_length", "min_length")  # the keys of the limit in the context of an error
+OF_KEY = ".[key]"  # how pydantic says that the error is in the name of an entry
 MAX_SHOWN = 60  # characters of a value in the message of a validation error
+
+MAX_TOKENS = re.compile(r"(?<![\w.])max_tokens(?!\w)")
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = MAX_VALUE_LENGTH
@@ -92,6 +96,7 @@ def rename_error_fields(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
+        rename_max_tokens(error, names.get("max_tokens", "max_tokens"))
         if (name := names.get(error.field or "")) is not None:
             rename_field(error, name)
         raise
@@ -103,6 +108,13 @@ def rename_field(error: RequestError, name: str) -> None:
     if field and re.match(rf"{re.escape(field)}(?![\w.]\w)", message):
         error.args = (name + message.removeprefix(field),)
     error.field = name or None
+
+
+def rename_max_tokens(error: RequestError, name: str) -> None:
+    """Replace `max_tokens` wherever an error mentions it, since it is the limit of other fields."""
+    error.args = (MAX_TOKENS.sub(name, str(error)),)
+    if isinstance(error.limit, str):
+        error.limit = MAX_TOKENS.sub(name, error.limit)
 
 
 def envelope(
@@ -158,7 +170,7 @@ class ErrorResponse(Response):
 
     def __init__(self, error: Exception):
         self._openai = status, body, headers = response_parts(error)
-        super().__init__(to_json(body), status, headers, media_type="application/json")
+        super().__init__(_written(body), status, headers, media_type="application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not is_messages_path(scope["path"]):
@@ -167,7 +179,16 @@ class ErrorResponse(Response):
         status, body, headers = self._openai
         request_id = new_request_id()
         status, body = messages_error(status, body, request_id)
-        await json_response(body, status, {**headers, "request-id": request_id})(scope, receive, send)
+        headers = {**headers, "request-id": request_id}
+        await Response(_written(body), status, headers, media_type="application/json")(scope, receive, send)
+
+
+def _written(body: Mapping[str, Any]) -> bytes:
+    """Return the body of an error as JSON, also if the usual writer is what has failed."""
+    try:
+        return to_json(body)
+    except Exception:
+        return plain_json(body)
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -223,8 +244,10 @@ def _first_validation_error(error: RequestValidationError) -> RequestError:
     field = ".".join(str(part) for part in (path if place in ("body", "query") else first["loc"])) or None
     message = _validation_message(field or "the body", first)
     # Of a missing field, pydantic reports the object that lacks it.
-    value = None if first["type"] == "missing" else _shortened(first.get("input"))
-    error = RequestError(message, field=field, value=value)
+    given = None if first["type"] == "missing" else first.get("input")
+    value = len(given) if _is_sized(first) else _shortened(given)
+    limit = next((bound for name in BOUNDS if (bound := first.get("ctx", {}).get(name)) is not None), None)
+    error = RequestError(message, field=field and field.removesuffix(OF_KEY), value=value, limit=limit)
     error.code = VALIDATION_CODES.get(first["type"])
     return error
 
@@ -237,11 +260,17 @@ def _validation_message(name: str, error: Mapping[str, Any]) -> str:
     if kind not in ALLOWED:
         return f"{name}: {error['msg']}"
     allowed = ALLOWED[kind].format(**error.get("ctx", {}))
-    if kind in SIZED and isinstance(given, (str, list)):
-        return (
-            f"{name} has {len(given)} {'characters' if isinstance(given, str) else 'entries'}: it must have {allowed}"
-        )
+    if _is_sized(error):
+        unit = "characters" if isinstance(given, str) else "entries"
+        if name.endswith(OF_KEY):
+            name = f"{name.split('.')[0]}: the name of an entry"
+        return f"{name} has {len(given)} {unit}: it must have {allowed}"
     return f"{name} is {_in_json(given)}: it must be {allowed}"
+
+
+def _is_sized(error: Mapping[str, Any]) -> bool:
+    """Return whether a validation error is about the length of a text, a list or an object."""
+    return error["type"] in SIZED and isinstance(error.get("input"), (str, list, dict))
 
 
 def _in_json(value: Any) -> str:

@@ -13,6 +13,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_yaml, read_text
 from jaxserve.core.options import options_of
+from jaxserve.core.vllm_options import ENGINE
 from jaxserve.server.settings import ServerSettings
 
 RENAMED = {
@@ -39,7 +40,13 @@ def read_config(path_or_name: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ConfigError(f"{file} must be a mapping of options to values")
-    return {_field_name(key, file): entry for key, entry in value.items()}
+    named: dict[str, Any] = {}
+    for key, entry in value.items():
+        name = _field_name(key, file)
+        if name in named:
+            raise ConfigError(f"option {name!r} is given twice in {file}")
+        named[name] = entry
+    return named
 
 
 def resolve(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[EngineConfig, ServerSettings]:
@@ -61,14 +68,21 @@ def resolve(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Eng
 
 
 def _field_name(key: str, file: Path | None = None) -> str:
-    """Return the field name of an option. Raise ConfigError, with the most similar option, if it is unknown."""
+    """Return the field name of an option, which may have vLLM's name.
+
+    Raise ConfigError, with the reason or the most similar option, if it is unknown.
+    """
     name = key.replace("-", "_")
     name = RENAMED.get(name, name)
     if name in ENGINE_KEYS | SERVER_KEYS:
         return name
+    where = f" in {file}" if file else ""
+    if other := ENGINE.get(name):
+        if other.same:
+            return other.same
+        raise ConfigError(f"unknown option {key!r}{where}: {other.reason}")
     nearest = difflib.get_close_matches(name, sorted(ENGINE_KEYS | SERVER_KEYS | RENAMED.keys()), n=1)
     hint = f"; did you mean {nearest[0].replace('_', '-')!r}?" if nearest else ""
-    where = f" in {file}" if file else ""
     raise ConfigError(f"unknown option {key!r}{where}{hint}")
 
 

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 
@@ -20,11 +20,11 @@ import anyio
 import uvicorn
 from fastapi import FastAPI
 
-from jaxserve.core.errors import ConfigError
 from jaxserve.engine.client import EngineClient
 from jaxserve.server.app import create_app
 from jaxserve.server.http import open_files
-from jaxserve.server.http.connections import Connections, HttpProtocol, HttpServer
+from jaxserve.server.http.connections import MAX_HEAD_BYTES, Connections, HttpProtocol, HttpServer
+from jaxserve.server.http.listening import listen, urls
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 
@@ -32,25 +32,24 @@ logger = logging.getLogger(__name__)
 
 # Seconds for the last bytes to reach clients after every request has ended.
 FLUSH_TIMEOUT = 2
-MAX_HEADER_BYTES = 64 * 1024
 
 Load = Callable[[], EngineClient]
 
 
-def run_server(load: Load, settings: ServerSettings, on_ready: Callable[[str, EngineClient], None]) -> None:
-    """Serve until a signal. `load` builds the engine in a thread, and `on_ready(url, client)` is then called once.
+def run_server(load: Load, settings: ServerSettings, on_ready: Callable[[Sequence[str], EngineClient], None]) -> None:
+    """Serve until a signal. `load` builds the engine in a thread, and `on_ready(urls, client)` is then called once.
 
     Raise ConfigError if the address cannot be bound, and any exception that `load` raises.
     """
     open_files.raise_limit()
     # Imports modules that the first request would import, when perhaps no file can be opened any more.
     anyio.run(anyio.sleep, 0)
-    listener = bind(settings.host, settings.port)
+    listeners = listen(settings.host, settings.port)
     app = create_app(None, settings)
     config = server_config(app, settings)
     server = DrainingServer(config, app, load, settings.shutdown_timeout)
-    server.on_loaded = lambda client: on_ready(url(listener), client)
-    server.run(sockets=[listener])
+    server.on_loaded = lambda client: on_ready(urls(listeners), client)
+    server.run(sockets=listeners)
     if server.load_error is not None:
         raise server.load_error
 
@@ -61,7 +60,7 @@ def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=partial(HttpProtocol, shared=shared),  # type: ignore[arg-type] # h11 bounds the size of headers
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES - 1,  # a whole head has one byte more
         ws="none",
         lifespan="off",
         log_config=None,
@@ -71,22 +70,6 @@ def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
         headers=[("keep-alive", f"timeout={math.floor(settings.keep_alive_timeout)}")],
         timeout_graceful_shutdown=FLUSH_TIMEOUT,
     )
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raise ConfigError if the address cannot be bound."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error} (--host, --port)") from error
-
-
-def url(listener: socket.socket) -> str:
-    """Return the URL at which a client on this machine reaches a listening socket."""
-    bound, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, str(bound))
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class DrainingServer(HttpServer):

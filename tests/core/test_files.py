@@ -1,9 +1,22 @@
 """Files given by users: every fault is a one-line error that names the file."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 
 from jaxserve.core.errors import CheckpointError, ConfigError
-from jaxserve.core.files import ensure_file, ensure_folder, parse_json, parse_yaml, read_json_object, read_text
+from jaxserve.core.files import (
+    ensure_file,
+    ensure_folder,
+    parse_json,
+    parse_yaml,
+    read_json_object,
+    read_text,
+    write_file,
+)
+from tests.support.file_size import file_size_limit
 
 
 @pytest.mark.parametrize("name", ["absent.txt", "binary.txt", ".", "x" * 300])
@@ -52,3 +65,37 @@ def test_a_json_object_of_a_model_is_read_or_named(tmp_path):
             read_json_object(file)
     file.write_text('{"a": 1}')
     assert read_json_object(file) == {"a": 1}
+
+
+def test_file_appears_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "result.json"
+    write_file(file, "old")
+    with file_size_limit(10), pytest.raises(ConfigError, match=f"^cannot write {file}: File too large$"):
+        write_file(file, "x" * 11)
+    assert (file.read_text(), os.listdir(tmp_path)) == ("old", ["result.json"])
+    write_file(file, b"new")
+    assert (file.read_text(), os.listdir(tmp_path)) == ("new", ["result.json"])
+
+
+def test_what_a_link_points_to_is_replaced(tmp_path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    link.symlink_to(file)
+    write_file(link, "text")
+    assert link.is_symlink()
+    assert file.read_text() == "text"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full")
+def test_device_is_written_and_not_replaced(tmp_path):
+    write_file(Path(os.devnull), "text")
+    assert Path(os.devnull).is_char_device()
+    with pytest.raises(ConfigError, match=r"^cannot write /dev/full: No space left on device$"):
+        write_file(Path("/dev/full"), "text")
+
+
+def test_file_that_threads_write_at_once_is_whole(tmp_path: Path) -> None:
+    path, texts = tmp_path / "a.json", [str(digit) * 200_000 for digit in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda text: write_file(path, text), texts * 5))
+    assert path.read_text() in texts
+    assert list(tmp_path.iterdir()) == [path]

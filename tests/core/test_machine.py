@@ -29,7 +29,8 @@ def root(tmp_path: Path):
     def make(mounts: str, groups: str, **files: str) -> Path:
         limits = {tmp_path / "sys/fs/cgroup" / name: text for name, text in files.items()}
         proc = {tmp_path / "proc/self/mountinfo": f"22 27 0:21 / /proc rw - proc proc rw\n{mounts}\n"}
-        proc |= {tmp_path / "proc/self/cgroup": f"{groups}\n", tmp_path / "proc/meminfo": "MemAvailable: 16000000 kB\n"}
+        memory = "MemTotal: 24000000 kB\nMemAvailable: 16000000 kB\n"
+        proc |= {tmp_path / "proc/self/cgroup": f"{groups}\n", tmp_path / "proc/meminfo": memory}
         for path, text in (limits | proc).items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{text}\n" if path in limits else text)
@@ -91,6 +92,67 @@ def test_host_memory_is_what_is_available_within_the_cgroup_limit(root):
     assert hardware.host_memory(root(V2, "0::/a", **{"a/memory.max": "99000000000000"})) == 16_000_000 * 1024
 
 
+USED_V1 = {"memory/memory.limit_in_bytes": "3000000000", "memory/memory.usage_in_bytes": "2000000000"}
+
+
+@pytest.mark.parametrize(
+    ("mounts", "groups", "files", "left"),
+    [
+        (V2, "0::/a", {"a/memory.max": "3000000000", "a/memory.current": "2000000000"}, GB),
+        (V2, "0::/a/b", {"a/memory.max": "3000000000", "a/memory.current": "2000000000", "a/b/memory.max": "max"}, GB),
+        (
+            V2,
+            "0::/a/b",
+            {
+                "a/memory.max": "9000000000",
+                "a/memory.current": "8500000000",
+                "a/b/memory.max": "1000000000",
+                "a/b/memory.current": "300000000",
+            },
+            0.5 * GB,
+        ),
+        (
+            V2,
+            "0::/a",
+            {
+                "a/memory.max": "3000000000",
+                "a/memory.current": "2000000000",
+                "a/memory.stat": "anon 500000000\nactive_file 600000000\ninactive_file 900000000\nslab 1",
+            },
+            2.5 * GB,
+        ),
+        (V2, "0::/a", {"a/memory.max": "3000000000", "a/memory.current": "3100000000"}, 0),
+        (DOCKER_V1, "11:memory:/docker/abc", USED_V1, GB),
+        (
+            DOCKER_V1,
+            "11:memory:/docker/abc",
+            USED_V1
+            | {"memory/memory.stat": "active_file 7\ninactive_file 8\ntotal_active_file 0\ntotal_inactive_file 5"},
+            GB + 5,
+        ),
+    ],
+    ids=["v2", "parent", "least-left", "cache-of-files", "full", "v1", "v1-cache-of-files"],
+)
+def test_host_memory_is_what_the_processes_of_the_cgroup_leave(root, mounts, groups, files, left):
+    machine = root(mounts, groups, **files)
+    assert hardware.host_memory(machine) == left
+    assert hardware.host_memory_limit(machine)[0] >= left
+
+
+@pytest.mark.parametrize(
+    ("limit", "size", "named"),
+    [
+        ("max", 24_000_000 * 1024, "machine"),
+        ("1500000000", 1.5 * GB, "control group"),
+        (str(10**18), 24_576 * 10**6, "machine"),
+    ],
+)
+def test_limit_of_host_memory_is_the_machines_or_its_control_groups(root, limit, size, named):
+    found, name = hardware.host_memory_limit(root(V2, "0::/a", **{"a/memory.max": limit}))
+    assert found == size
+    assert named in name
+
+
 @pytest.mark.parametrize(("quota", "threads"), [("max", 64), ("200000", 2), ("150000", 2), ("10000", 1)])
 def test_processors_follow_the_cpu_quota(root, monkeypatch, quota, threads):
     monkeypatch.setattr(hardware, "allowed_processors", lambda: 64)
@@ -101,6 +163,7 @@ def test_machine_without_control_groups_has_no_limits(tmp_path):
     assert cgroups.memory_limit(tmp_path) is None
     assert cgroups.cpu_limit(tmp_path) is None
     assert hardware.host_memory(tmp_path) > 0
+    assert hardware.host_memory_limit(tmp_path) is None
 
 
 @pytest.mark.skipif(not library.targets(), reason="needs the native library")

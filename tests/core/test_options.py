@@ -57,6 +57,20 @@ def test_error_for_a_value_outside_its_range_names_the_limit(values, message):
         check_ranges(Configuration(**values))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": 5}, "model is 5: it must be a text"),
+        ({"tokenizer": b"x"}, "tokenizer is b'x': it must be a text"),
+        ({"policy": 3}, "policy is 3: it must be a text"),
+        ({"warmup": "no"}, "warmup is 'no': it must be true or false"),
+    ],
+)
+def test_error_for_a_value_of_a_wrong_type_names_the_right_one(options, message):
+    with pytest.raises(ConfigError, match=message):
+        check_ranges(EngineConfig(**options))
+
+
 def test_defaults_are_in_range():
     check_ranges(Configuration())
     check_ranges(EngineConfig())

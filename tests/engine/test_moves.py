@@ -20,15 +20,15 @@ def requests_of(rng: random.Random, count: int) -> list[Request]:
     made = []
     for number in range(count):
         own = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
-        kind = rng.choice(["plain", "plain", "text", "grammar", "embed", "prompt logprobs", "early"])
+        kind = rng.choice(["plain", "plain", "text", "grammar", "embed", "prompt logprobs", "prompt alone", "early"])
         params = SamplingParams(
             n=1 if kind == "embed" else rng.choice([1, 1, 2, 3]),
-            max_tokens=1 if kind == "embed" else rng.choice([1, 5, 20, 40, 70]),
+            max_tokens={"embed": 1, "prompt alone": 0}.get(kind, rng.choice([1, 5, 20, 40, 70])),
             ignore_eos=kind != "early",
             stop=["ab", "q"] if kind == "text" else None,
             detokenize=kind == "text",
-            min_tokens=rng.choice([0, 1]),
-            prompt_logprobs=1 if kind == "prompt logprobs" else None,
+            min_tokens=0 if kind == "prompt alone" else rng.choice([0, 1]),
+            prompt_logprobs=1 if kind.startswith("prompt") else None,
         )
         request = Request(
             f"r{number}",

@@ -18,10 +18,11 @@ from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import StepOutput, Work
 from jaxserve.engine.logged_controller import LoggedController
 from jaxserve.engine.loop import StepLoop
-from jaxserve.engine.step_log import InstanceLog, Recording, StepLog, read_log
+from jaxserve.engine.step_log import InstanceLog, Recording, StepLog, Tick, read_log
 from jaxserve.telemetry import Snapshot
 from tests.sim.clusters import LONGEST, PAGE, TILE, cluster
 from tests.support.control import MB, VirtualActuator, home_plan, machine, snapshot
+from tests.support.file_size import file_size_limit
 
 BUCKETS = Buckets(4, 4, TILE, 1, (LONGEST // PAGE,))
 
@@ -35,9 +36,6 @@ class ClockedExecutor:
     def execute(self, work: Work) -> "ClockedStep":
         self.clock.time += 1
         return ClockedStep(self.clock, len(work.decodes) + len(work.chunks))
-
-    def settle(self) -> None:
-        pass
 
 
 @dataclass
@@ -223,7 +221,6 @@ def test_step_log_of_a_static_policy_has_no_decisions(path):
 def test_step_log_written_by_several_threads_keeps_lines_whole(path):
     log = StepLog(path, {"model": "small"})
     outcome = Outcome(SwapPrecision("0", "layers.0", "a", "b", (0,), 1, 2, 0.5), None, 0.5)
-    from jaxserve.engine.step_log import Tick
 
     def write(start: int) -> None:
         for number in range(start, start + 500):
@@ -270,3 +267,13 @@ def test_file_that_is_not_a_step_log_is_refused(path):
 def test_unwritable_step_log_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write .*: .*directory.* \(step_log\)"):
         StepLog(tmp_path, {})
+
+
+def test_step_log_that_cannot_be_written_any_more_ends_in_one_line(path, caplog):
+    with file_size_limit(1000):
+        log = StepLog(path, {"model": "small" * 1000})
+        log.close()
+    log.write(Tick(0.0, False, [], []))
+    (record,) = caplog.records
+    assert record.getMessage() == f"the step log ends here: cannot write {path}: File too large (step_log)"
+    assert record.exc_info is None

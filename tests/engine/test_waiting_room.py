@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.core.clock import SystemClock
 from jaxserve.core.errors import ContextLengthExceeded, EngineStopped, PromptTooLong, QueueFull, RequestError
-from jaxserve.core.request import RequestOutput
+from jaxserve.core.request import Request, RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import ModelInfo, TokensPrompt
@@ -32,7 +32,7 @@ class LimitedCore(EngineCore):
     limit = SMALL
 
     def take_outgrown(self) -> list[RequestState]:
-        requests = requests_in(self).values()
+        requests = [state for state in requests_in(self).values() if state.request.generates]
         longest = {state.request.id: max(len(s.tokens) for s in state.sequences) for state in requests}
         return self.detach(
             [request_id for request_id, length in longest.items() if length >= self.limit], keep_pages=False
@@ -179,7 +179,7 @@ def test_waiting_request_can_be_given_up() -> None:
 def test_end_of_a_waiting_request_is_counted_and_traced(
     prompt: int, max_tokens: int | None, end: str, reason: str
 ) -> None:
-    """Whether the request has been on an instance before or not."""
+    """A request counts once, whether it has been on an instance before or not."""
 
     async def main() -> None:
         service, traced = Service(), []
@@ -318,6 +318,31 @@ def test_policies_and_metrics_see_what_waits() -> None:
             assert replace(engine.waiting_room(), time=0) == WaitingRoom()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("length", [SMALL, SMALL + 1, LARGE])
+def test_prompt_without_an_answer_may_fill_an_instance(length: int) -> None:
+    async def main() -> None:
+        service = Service()
+        async with service.running() as engine:
+            asked = asyncio.create_task(service.ask(length, 0))
+            if length > SMALL:
+                await service.waiting(1)
+                assert engine.waiting_room().longest == length
+                service.grow()
+                engine.reroute()
+            assert tokens_of(await asked) == ()
+            assert service.loops["0"].core.idle
+
+    asyncio.run(main())
+
+
+def test_longest_sequence_needs_no_token_beyond_its_end() -> None:
+    core = Service(capacities={"0": LARGE}).loops["0"].core
+    core.add(Request("full", tuple(range(LARGE)), SamplingParams(max_tokens=0), 0.0))
+    assert core.scheduler.longest == LARGE
+    core.add(Request("embedding", tuple(range(LARGE)), SamplingParams(max_tokens=1), 0.0, embed=True))
+    assert core.scheduler.longest == LARGE
 
 
 def test_request_that_outgrows_its_instance_goes_on_where_it_fits() -> None:

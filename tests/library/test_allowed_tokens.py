@@ -13,6 +13,7 @@ from jaxserve.core.allowed_tokens import AllowedTokens
 from jaxserve.engine.matchers import AllowedTokensMatcher, mask_of
 from tests.support.internals import core_of
 from tests.support.reference import Reference
+from tests.support.thorough import some
 
 VOCAB, END = 500, 2
 ALLOWED = [END, 5, 6, 31, 32, 33, 63, 64, 100, 255, 256, 498, 499]
@@ -43,16 +44,19 @@ def test_greedy_takes_the_likeliest_allowed_token(llm: LLM, reference: Reference
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"n": 3},
-        {"top_k": 3, "top_p": 0.9, "min_p": 0.01},
-        {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
-        {"logit_bias": {7: 100, 5: -100, 6: 2}},
-        {"logprobs": 2, "prompt_logprobs": 1},
-        {"min_tokens": 20, "ignore_eos": False},
-        {"temperature": 0, "repetition_penalty": 1.5},
-    ],
+    some(
+        [
+            {},
+            {"n": 3},
+            {"top_k": 3, "top_p": 0.9, "min_p": 0.01},
+            {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+            {"logit_bias": {7: 100, 5: -100, 6: 2}},
+            {"logprobs": 2, "prompt_logprobs": 1},
+            {"min_tokens": 20, "ignore_eos": False},
+            {"temperature": 0, "repetition_penalty": 1.5},
+        ],
+        4,
+    ),
     ids=str,
 )
 def test_answers_have_only_allowed_tokens(llm: LLM, options: dict) -> None:
@@ -121,7 +125,7 @@ def test_invalid_ids_are_named(llm: LLM, ids, message: str) -> None:
     assert caught.value.field == "allowed_token_ids"
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", some([True, False], 1))
 def test_preempted_answers_have_only_allowed_tokens(tiny_model: Path, overlap: bool) -> None:
     options = {"max_num_seqs": 6, "kv_pages": 13, "max_model_len": 192, "prefix_caching": False, "overlap": overlap}
     with LLM(tiny_model, load_format="dummy", warmup=False, **options) as llm:

@@ -11,10 +11,12 @@ from jaxserve.compilation.programs import Program
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.progress import COMPILING, LOADING, QUANTISING, READING
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.step_shapes import Buckets, StepShape
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.fused import FusedTier
-from tests.support.internals import fused_keys, fused_tier_of, unfused_uses
+from jaxserve.planning import spec
+from tests.support.internals import fused_keys, fused_tier_of, watch_blocks
 from tests.support.reference import Reference
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 8 + 64}
@@ -107,20 +109,38 @@ def test_engine_without_fusion_or_warm_up_fuses_nothing(tiny_model: Path, fuse: 
 def test_fused_tier_takes_over_without_changing_tokens(tiny_model: Path, reference: Reference) -> None:
     built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
     executor = built.instances[0].executor
-    fused = FusedTier(built.compilations, patience=3)
-    executor.fuse(fused)
     engine = sync_engine(built)
     prompt = list(range(3, 40))
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     expected = reference.greedy(prompt, 20)
     assert run(engine, [(prompt, greedy)]) == [expected]
-    engine.settle()
-    (key,) = [key for key in fused_keys(fused) if key[1].tiles == 0]
-    assert fused.find(key) is not None
+    fused = FusedTier(built.compilations)
+    executor.fuse(fused)
+    executor.fuse_decodes([block.signature() for block in executor.blocks[1:-1]])
+    fused.wait()
     assert built.compilations.counts["fused"] >= 1
-    before = unfused_uses(fused)
+    assert all(fused.find(key) is not None for key in fused_keys(fused))
+    by_blocks: list[StepShape] = []
+    watch_blocks(executor, by_blocks.append)
     assert run(engine, [(prompt, greedy)]) == [expected]
-    assert unfused_uses(fused)[key] == before[key], "a ready shape no longer runs block by block"
+    assert by_blocks, "prompts run block by block"
+    assert all(shape.tiles for shape in by_blocks)
+    built.close()
+
+
+def test_mixed_steps_of_few_sequences_sample_few_rows_as_on_gpu(
+    tiny_model: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spec, "Buckets", lambda *sizes, finer, **options: Buckets(*sizes, **options))
+    built = build(EngineConfig(model=tiny_model, **OPTIONS | {"max_num_seqs": 16, "max_num_batched_tokens": 16 + 32}))
+    before, shapes = dict(built.compilations.counts), list[StepShape]()
+    watch_blocks(built.instances[0].executor, shapes.append)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [list(range(3 + i, 43 + i)) for i in range(3)]
+    found = run(sync_engine(built), [(prompt, greedy) for prompt in prompts])
+    assert found == [reference.greedy(prompt, 12) for prompt in prompts]
+    assert built.compilations.counts == before
+    assert {shape.rows for shape in shapes if shape.tiles and shape.decodes} == {4}
     built.close()
 
 

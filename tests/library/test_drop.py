@@ -52,14 +52,14 @@ def run(model: Path, changes: Iterable[Change], ask: Callable[[Regrouped], Seque
 
 
 CASES = {
-    "dense": (DENSE | {"num_hidden_layers": 4}, {}),
     "an odd number of layers, int8 kv": (DENSE | {"num_hidden_layers": 3}, {"kv_cache_dtype": "int8"}),
+    "dense": (DENSE | {"num_hidden_layers": 4}, {}),
     "tied": (DENSE | {"tie_word_embeddings": True}, {}),
     "experts and int4": (EXPERTS | {"num_hidden_layers": 2}, INT4),
 }
 
 
-@pytest.mark.parametrize("case", some(CASES, 2))
+@pytest.mark.parametrize("case", some(CASES, 1))
 def test_answers_stay_the_same(tmp_path: Path, case: str) -> None:
     config, options = CASES[case]
     model = written(tmp_path, config)

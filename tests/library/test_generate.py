@@ -270,12 +270,19 @@ def test_invalid_requests_name_the_field_and_leave_the_engine_usable(llm: LLM) -
 
 
 @pytest.mark.parametrize(
-    "bad", [42, None, b"x", [b"x"], [1.5], ["a", 3], [3, "a"], [None], {"prompt_token_ids": None}], ids=str
+    "bad",
+    [42, b"x", [b"x"], [1.5], [True, False], [5, True], ["a", 3], [3, "a"], [None], {"prompt_token_ids": None}],
+    ids=str,
 )
 def test_invalid_prompt_is_refused(llm: LLM, bad) -> None:
     with pytest.raises(RequestError, match="a prompt is a text, a list of token ids, or") as caught:
         llm.generate(bad, GREEDY, use_tqdm=False)
     assert caught.value.field == "prompt"
+
+
+def test_missing_prompts_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="generate needs prompts or prompt_token_ids"):
+        llm.generate(None, GREEDY, use_tqdm=False)
 
 
 @pytest.mark.parametrize("ids", [np.array([3, 4]), range(3, 5), {"prompt_token_ids": np.array([3, 4])}], ids=str)
@@ -316,5 +323,3 @@ def test_closed_llm_refuses_calls(tiny_model: Path) -> None:
     llm.close()
     with pytest.raises(EngineStopped):
         llm.generate([[3]], GREEDY)
-    with pytest.raises(EngineStopped):
-        llm.settle()

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.executor.fused import FusedTier
 from tests.library.test_merge import DENSE, GREEDY, answers, check_same, prompt_of, written
-from tests.support.internals import fused_keys, fused_tier_of
+from tests.support.internals import fused_tier_of, sought_keys
 from tests.support.regrouped import Regrouped
 
 
@@ -96,19 +96,17 @@ def test_requests_arrive_and_end_while_layers_change(engine: Regrouped) -> None:
 
 def test_steps_are_not_fused_before_all_layers_are_joint(engine: Regrouped, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that are apart have pools of another sharding."""
-    host, patience = engine.built.host, 2
+    host = engine.built.host
     fused: list[Any] = []  # before each change of layers
     assert host is not None
-    change, new_tier = host.change_layers, partial(FusedTier, engine.built.compilations, patience=patience)
+    change, new_tier = host.change_layers, partial(FusedTier, engine.built.compilations)
     monkeypatch.setattr(engine.built.maker, "fused_tier", new_tier)
 
     def change_after_steps(instance: Any, loaded: Any) -> Any:
         tier = fused_tier_of(instance.executor)
-        for _ in range(patience):
-            engine.step()
-        tier.wait()
         engine.step()
-        fused.append(fused_keys(tier))
+        engine.step()
+        fused.append(sought_keys(tier))
         return change(instance, loaded)
 
     monkeypatch.setattr(host, "change_layers", change_after_steps)

@@ -108,7 +108,7 @@ def test_pool_resizes_change_no_token_and_compile_nothing(tiny_model: Path, opti
     built.close()
 
 
-@pytest.mark.parametrize("options", some([{"tp": 2}, {}, {"kv_cache_dtype": "int8"}], 2), ids=str)
+@pytest.mark.parametrize("options", some([{"tp": 2}, {}, {"kv_cache_dtype": "int8"}], 1), ids=str)
 def test_segmented_pool_resizes_change_no_token_and_compile_nothing(
     tiny_model: Path, not_elastic: None, options: dict
 ) -> None:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,11 +14,13 @@ import pytest
 from jaxserve import LLM, ConfigError, EngineConfig, MemoryBudgetError
 from jaxserve.build import build
 from jaxserve.kernels import is_elastic
+from jaxserve.planning import resolve as planning
 from jaxserve.planning.memory import RUNTIME
 from jaxserve.planning.resolve import resolve
 from tests.conftest import TINY
-from tests.support.internals import stage_on_padding
+from tests.support.internals import budget_on, stage_on_padding
 from tests.support.sizes import page_bytes
+from tests.support.thorough import some
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8}
 
@@ -41,7 +44,9 @@ def test_ledger_counts_the_bytes_of_weights_and_pools(tiny_model: Path) -> None:
     built.close()
 
 
-@pytest.mark.parametrize(("precision", "kv"), [("auto", "auto"), ("int8", "auto"), ("int3", "auto"), ("auto", "int8")])
+@pytest.mark.parametrize(
+    ("precision", "kv"), some([("auto", "auto"), ("int8", "auto"), ("int3", "auto"), ("auto", "int8")], 2)
+)
 def test_workspace_covers_the_compilers_temporaries(tmp_path: Path, precision: str, kv: str) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 2048}  # so that weights are larger than activations
     (tmp_path / "config.json").write_text(json.dumps(TINY | wide))
@@ -117,6 +122,44 @@ def test_max_model_len_beyond_the_pool_is_lowered_unless_it_was_given(tiny_model
 def test_options_outside_their_range_are_refused(tiny_model: Path, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(EngineConfig(**({"model": tiny_model} | OPTIONS | options)))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of which 24 GB are the limit, 16 GB of them free."""
+    monkeypatch.setattr(planning, "host_memory_limit", lambda: (24 * 10**9, "the memory of this machine"))
+    monkeypatch.setattr(planning, "host_memory", lambda: 16 * 10**9)
+
+
+@pytest.mark.parametrize("memory_gb", [4000, 24.001])
+@pytest.mark.usefixtures("machine")
+def test_memory_budget_above_the_machines_memory_is_refused(tiny_model: Path, memory_gb: float) -> None:
+    limit = f"memory_gb is {memory_gb:g}: it must be at most 24.000, the memory of this machine in GB"
+    with pytest.raises(ConfigError, match=re.escape(limit)):
+        resolve(EngineConfig(model=tiny_model, memory_gb=memory_gb, **OPTIONS))
+    with pytest.raises(ConfigError, match="memory_gb"):
+        resolve(EngineConfig(model=tiny_model, memory_gb=memory_gb, dp=2, virtual_devices=2, **OPTIONS))
+
+
+@pytest.mark.parametrize(("memory_gb", "lines"), [(20, 1), (24, 1), (16, 0), (None, 0)])
+@pytest.mark.usefixtures("machine")
+def test_memory_budget_above_what_is_free_is_warned_of_in_one_line(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture, memory_gb: float | None, lines: int
+) -> None:
+    resolve(EngineConfig(model=tiny_model, memory_gb=memory_gb, **OPTIONS))
+    said = [record.message for record in caplog.records if "memory_gb" in record.message]
+    assert said == [f"memory_gb is {memory_gb}, of which only 16.000 GB are free now"] * lines
+
+
+@pytest.mark.parametrize(("size", "allowed"), [(80 * 10**9, True), (8 * 10**9, False), (None, True)])
+def test_memory_budget_above_a_devices_memory_is_refused(size: int | None, allowed: bool) -> None:
+    device = SimpleNamespace(platform="gpu", memory_stats=lambda: size and {"bytes_limit": size})
+    config = EngineConfig(memory_gb=40)
+    if allowed:
+        assert budget_on(config, device) == 40 * 10**9
+    else:
+        with pytest.raises(ConfigError, match=r"memory_gb is 40: it must be at most 8\.000, .*MEM_FRACTION"):
+            budget_on(config, device)
 
 
 def test_ledger_counts_compiled_programs_on_the_host(tiny_model: Path) -> None:

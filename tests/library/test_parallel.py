@@ -18,6 +18,7 @@ from tests.conftest import TINY
 from tests.golden.cases import CASES
 from tests.support.internals import executor_of, instances_of
 from tests.support.reference import Reference
+from tests.support.thorough import some
 
 # All prompts fit into one step, so that few step shapes are compiled for each set of devices.
 OPTIONS = {"load_format": "dummy", "warmup": False, "memory_gb": 8, "max_num_seqs": 8}
@@ -36,7 +37,7 @@ def check(llm: LLM, reference: Reference) -> None:
             assert answer.logprobs[i][token].logprob == pytest.approx(row[token], abs=1e-3)
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 1), (4, 1, 1), (1, 3, 1), (2, 2, 2), (1, 1, 4)])
+@pytest.mark.parametrize(("tp", "pp", "dp"), [*some([(2, 1, 1), (4, 1, 1), (1, 3, 1), (2, 2, 2)], 3), (1, 1, 4)])
 def test_parallel_results_equal_those_of_one_device(
     tiny_model: Path, reference: Reference, tp: int, pp: int, dp: int
 ) -> None:
@@ -59,7 +60,7 @@ def test_heads_and_sizes_that_tp_does_not_divide_are_padded(tmp_path: Path) -> N
         check(llm, Reference(tmp_path))
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), some([(2, 2), (4, 1), (2, 1)], 1))
 def test_quantised_layers_are_split_over_devices(tiny_model: Path, tp: int, pp: int) -> None:
     options = OPTIONS | {"layer_precision": "0:int8,1:int4,2:int3", "tp": tp, "pp": pp}
     built = build(EngineConfig(model=tiny_model, **options))

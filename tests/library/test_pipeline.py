@@ -12,6 +12,7 @@ from jaxserve.core.structured import StructuredOutput
 from jaxserve.engine.client import TokensPrompt
 from tests.support.internals import core_of, engine_of, executor_of, instances_of
 from tests.support.slow_stages import SlowStages
+from tests.support.thorough import some
 
 OPTIONS = {"dtype": "float32", "warmup": False, "memory_gb": 4, "max_num_seqs": 6, "max_num_batched_tokens": 134}
 # Pages for about three of the sequences below at once.
@@ -60,7 +61,7 @@ def expected() -> list[list[RequestOutput]]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"pp": 2}, {"pp": 3, "microbatches": "tokens", **FEW_PAGES}],
+    some([{"pp": 3, "microbatches": "tokens", **FEW_PAGES}, {"pp": 2}], 1),
     ids=lambda options: "-".join(map(str, options)),
 )
 def test_stages_give_the_answers_of_one(expected: list[list[RequestOutput]], options: dict) -> None:

@@ -21,7 +21,7 @@ def answers() -> list[tuple[str, Schema, str, str]]:
     found, params = [], []
     with LLM(max_num_seqs=32, max_model_len=256, memory_gb=3, warmup=False) as llm:
         for number, (keyword, schema) in enumerate(ALL):
-            structured = StructuredOutput(json=schema)
+            structured = StructuredOutput(json=schema, strict=True)
             try:
                 engine_of(llm).request(TextPrompt("x"), SamplingParams(structured=structured))
             except RequestError as error:

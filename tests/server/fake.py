@@ -89,9 +89,10 @@ class FakeClient:
         salt: str = "",
         stream: bool = True,
         trace: TraceContext | None = None,
+        sender: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         assert isinstance(prompt, TokensPrompt)
-        request_id = self._admit(prompt, request_id)
+        request_id = self._admit(prompt, request_id, generates=params.max_tokens != 0)
         check_params(self.info, params, len(prompt.token_ids))
         self.seen.append((prompt, params, priority, salt))
         done = False
@@ -114,7 +115,7 @@ class FakeClient:
         trace: TraceContext | None = None,
     ) -> RequestOutput:
         assert isinstance(prompt, TokensPrompt)
-        request_id = self._admit(prompt, request_id, embed=True)
+        request_id = self._admit(prompt, request_id, generates=False)
         try:
             await self._turn(0)
             values = np.array([len(prompt.token_ids), 1, -0.5, 0.25], np.float32)
@@ -157,10 +158,10 @@ class FakeClient:
         if self.gate is not None:
             self.gate.set()
 
-    def _admit(self, prompt: TokensPrompt, request_id: str | None, *, embed: bool = False) -> str:
+    def _admit(self, prompt: TokensPrompt, request_id: str | None, *, generates: bool = True) -> str:
         if not self.ready:
             raise EngineStopped("the engine takes no new requests")
-        check_prompt(self.info, prompt.token_ids, embed=embed)
+        check_prompt(self.info, prompt.token_ids, generates=generates)
         if len(self.active) >= self.capacity:
             raise QueueFull("the queue is full", retry_after=2.5, field="max_queued_requests", limit=self.capacity)
         request_id = request_id or f"request-{next(self._ids)}"
@@ -183,12 +184,18 @@ class FakeClient:
         self, prompt: TokensPrompt, params: SamplingParams, request_id: str, *, stream: bool
     ) -> AsyncGenerator[RequestOutput, None]:
         scripts = [self.tokenizer.encode(self.script[i % 7 :]) for i in range(params.n)]
-        streams = [self.tokenizer.stream() for _ in range(params.n)]
-        limit = params.max_tokens or self.info.max_model_len - len(prompt.token_ids)
+        streams = [self.tokenizer.stream(after=prompt.token_ids) for _ in range(params.n)]
+        room = self.info.max_model_len - len(prompt.token_ids)
+        limit = room if params.max_tokens is None else params.max_tokens
         longest = min(max(map(len, scripts)), limit)
         asked = None
         if params.prompt_logprobs is not None:
             asked = (None, *(self._logprobs(token, params.prompt_logprobs) for token in prompt.token_ids[1:]))
+        if longest == 0:
+            await self._turn(0)
+            none = None if params.logprobs is None else ()
+            ended = tuple(CompletionOutput(i, "", (), logprobs=none, finish_reason="length") for i in range(params.n))
+            yield RequestOutput(request_id, prompt.text, prompt.token_ids, ended, True, prompt_logprobs=asked)
         for step in range(longest):
             await self._turn(step)
             outputs = []

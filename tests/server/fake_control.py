@@ -188,6 +188,7 @@ class FakeControl:
             "slo_ttft": SLO,
             "slo_tpot": None,
             "max_quality_loss": None,
+            "quality": {"loss": 0.004 * int4_layers(time), "nats": None, "floor": 0.05, "measured": False},
         }
 
     def state(self) -> ControlState:

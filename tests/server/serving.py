@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from jaxserve.engine.client import EngineClient
 from jaxserve.server.app import create_app
 from jaxserve.server.http.connections import HttpServer
-from jaxserve.server.runner import bind, server_config
+from jaxserve.server.http.listening import listen
+from jaxserve.server.runner import server_config
 from jaxserve.server.settings import ServerSettings
 
 
@@ -30,7 +31,7 @@ def serving(client: EngineClient | None, settings: ServerSettings | None = None,
     """Serve until the block ends."""
     settings = settings or ServerSettings()
     app = create_app(client, settings)
-    listener = bind("127.0.0.1", port)
+    (listener,) = listen("127.0.0.1", port)
     server = HttpServer(server_config(app, settings))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -53,12 +53,11 @@ def error_of(response, status=400):
         b"\xff\xfe",
         b'{"prompt": "a", "temperature": NaN}',
         b'{"prompt": "a", "temperature": -Infinity}',
-        b'{"prompt": "\\ud800"}',
         b'{"prompt": ' + b"[" * 5000,
         b'{"a":' * 5000 + b"1" + b"}" * 5000,
         b'{"prompt": ' + b"9" * 5000 + b"}",
     ],
-    ids=range(13),
+    ids=range(12),
 )
 def test_body_that_is_not_a_request_is_refused(http, path, body):
     error_of(http.post(path, content=body, headers=JSON))
@@ -283,7 +282,7 @@ FORMAT = "encoding_format is \"x\": it must be 'float' or 'base64'"
         (COMPLETIONS, {"prompt": "a", "stop_token_ids": [1, None]}, "stop_token_ids.1 is null: it must be an integer"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": []}, "logit_bias is a list: it must be an object"),
         (COMPLETIONS, {"prompt": "a", "stream_options": 5}, "stream_options is 5: it must be an object"),
-        (COMPLETIONS, {"prompt": "a", "priority": 2**31}, f"priority is {2**31}: it must be less than {2**31}"),
+        (COMPLETIONS, {"prompt": "a", "priority": 2**31}, f"priority is {2**31}: it must be at most {2**31 - 1}"),
         (
             COMPLETIONS,
             {"prompt": "a", "cache_salt": "é" * 257},

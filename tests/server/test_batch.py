@@ -10,10 +10,11 @@ import pytest
 
 from jaxserve.core.errors import ConfigError, EngineFailed, NonFiniteOutput
 from jaxserve.server.app import create_app
-from jaxserve.server.batch.files import AnswersFile, open_batch
+from jaxserve.server.batch.files import open_batch
 from jaxserve.server.batch.run import URLS, Progress, Window, run_batch
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
+from tests.support.file_size import file_size_limit
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 MAX_LINE = 10_000
@@ -338,14 +339,25 @@ def test_failed_engine_ends_the_run_and_leaves_the_rest_to_the_next(files):
     assert files.run().answered == 10
 
 
-def test_full_disk_ends_the_run(files, monkeypatch):
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
+def test_full_disk_ends_the_run_and_leaves_the_rest_to_the_next(files):
     files.write(*(request(f"{i}") for i in range(10)))
-    monkeypatch.setattr(AnswersFile, "add", full)
-    with pytest.raises(OSError, match="No space"):
+    with file_size_limit(1500), pytest.raises(ConfigError, match=f"^cannot write {files.output}: File too large"):
         files.run()
+    assert files.output.stat().st_size == 1500
+    whole = files.output.read_bytes().count(b"\n")
+    assert files.run().answered == 10 - whole
+    assert len(files.answers()) == 10
+
+
+def test_full_disk_keeps_the_answers_of_an_earlier_run(files):
+    files.write(*(request(f"{i}") for i in range(10)))
+    files.run()
+    before = files.output.read_bytes() + b'{"id":"batch_req_'
+    files.output.write_bytes(before)
+    with file_size_limit(1500), pytest.raises(ConfigError, match=f"^cannot write {files.output}: File too large"):
+        files.run()
+    assert files.output.read_bytes() == before
+    assert sorted(path.name for path in files.output.parent.iterdir()) == sorted([files.source.name, files.output.name])
 
 
 def test_cancelled_run_aborts_its_requests_and_can_be_continued(files):

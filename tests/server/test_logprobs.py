@@ -1,10 +1,14 @@
 """Log-probabilities of completions if tokens have equal text or no text."""
 
+import json
+
+import httpx
 import pytest
 
 from jaxserve.core.request import Logprob
 from jaxserve.server.answers.logprobs import Offsets, format_completion_logprobs, token_writer
-from tests.server.fake import byte_tokenizer
+from tests.server.fake import FakeClient, byte_tokenizer
+from tests.server.serving import serving
 
 TEXTS = {1: "a", 2: "a", 3: "b", 4: "a"}
 
@@ -38,3 +42,20 @@ def test_bytes_that_are_not_utf8_are_written_in_openai_form():
     text = token_writer(tokenizer)
     assert text(first) == "bytes:\\xf0"
     assert text(space) == " "
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_character_that_a_prompt_begins_is_written_once(monkeypatch, stream, echo):
+    client = FakeClient()
+    ids = client.tokenizer.encode("a🦊")
+    monkeypatch.setattr(client.tokenizer, "encode", lambda text: ids[-2:])  # of the script
+    body = {"prompt": ids[:-2], "max_tokens": 2, "logprobs": 1, "echo": echo, "stream": stream}
+    with serving(client) as address, httpx.Client(base_url=address.url, timeout=30) as http:
+        response = http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith(("data: {", "{"))]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    assert "".join(choice["text"] for choice in choices) == ("a🦊" if echo else "🦊")
+    offsets = [offset for choice in choices for offset in (choice["logprobs"] or {"text_offset": ()})["text_offset"]]
+    assert offsets == ([0, 1, 1, 1, 1] if echo else [0, 0])

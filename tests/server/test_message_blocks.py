@@ -223,7 +223,6 @@ def test_refusal_names_the_block_of_a_user(block, field, words):
 @pytest.mark.parametrize(
     ("block", "field"),
     [
-        ({**use(1), "input": "{}"}, "messages.1.content.0.input"),
         ({**use(1), "id": 3}, "messages.1.content.0.id"),
         ({**use(1), "name": None}, "messages.1.content.0.name"),
         ({"type": "server_tool_use"}, "messages.1.content.0.type"),

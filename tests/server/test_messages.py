@@ -108,7 +108,7 @@ DELTAS = {
         f"a{CALL}\n{CALL}b{CALL}c",
         f"{INVALID_CALL} and {CALL}",
         UNENDED_CALL,
-        "<tool_call>",
+        "<tool_call>x",
     ],
 )
 def test_deltas_belong_to_the_open_block_and_blocks_are_numbered(script):
@@ -159,9 +159,9 @@ def test_input_that_is_eager_or_follows_a_grammar_is_sent_as_it_arrives(fields):
     assert "".join(deltas) == '{"city": "Zürich 🦊"}'
 
 
-def test_input_that_is_not_json_is_wrapped():
+def test_a_line_break_in_a_string_is_escaped():
     http, _ = http_of(INVALID_CALL)
-    expected = {"INVALID_JSON": '{"city": "Zürich\n🦊"}'}
+    expected = {"city": "Zürich\n🦊"}
     assert whole(http, tools=[WEATHER])["content"][0]["input"] == expected
     assert json.loads("".join(input_deltas(http, tools=[WEATHER]))) == expected
 
@@ -303,10 +303,10 @@ def test_missing_key_is_refused_in_the_envelope():
     [
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"temperature": -1}, "temperature is -1"),
-        ({"stop_sequences": ["x"] * 17}, "stop_sequences is 17"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences has 17"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type is 'web_search_20250305'"),
         ({"tools": [WEATHER, WEATHER]}, "tools.1.name is 'weather', as that of another tool"),
-        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools.0.name must have"),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools.0.name is 'a b': it must have"),
         ({"tools": [{"name": "a"}]}, "tools.0.input_schema must be a JSON schema"),
         ({"tools": [{**WEATHER, "strict": 1}]}, "tools.0.strict must be true or false"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),

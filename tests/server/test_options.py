@@ -15,6 +15,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.server.options import ENGINE_KEYS, RENAMED, SERVER_KEYS, read_config, resolve
 from jaxserve.server.settings import ServerSettings
+from tests.support.thorough import some
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "configs" / "serve").glob("*.yaml"))
 
@@ -42,6 +43,18 @@ def test_kv_cache_dtype_is_read_from_file_and_command_line(tmp_path):
     assert resolve(read_config(file), {"kv_cache_dtype": "auto"})[0].kv_cache_dtype == "auto"
 
 
+def test_names_of_vllm_mean_the_same_in_a_file(tmp_path):
+    file = yaml_file(tmp_path, "tensor-parallel-size: 2\nblock_size: 32\n")
+    engine, _ = resolve(read_config(file), {})
+    assert (engine.tp, engine.page_size) == (2, 32)
+
+
+def test_names_of_vllm_on_the_command_line_are_explained(tmp_path):
+    for option, advice in (("--tensor-parallel-size", "use --tp"), ("--gpu-memory-utilization", "use memory_gb")):
+        result = CliRunner().invoke(app, ["serve", option, "2"])
+        assert (result.exit_code, advice in result.output) == (2, True)
+
+
 def test_layer_precisions_are_resolved(tmp_path):
     file = yaml_file(tmp_path, "layer-precision: 0-3:bf16,4-:int4\nvariant: int8\nprecision: int3\n")
     engine, _ = resolve(read_config(file), {"precision": "int8"})
@@ -51,12 +64,15 @@ def test_layer_precisions_are_resolved(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (("--precision", "int5"), "precision is 'int5': choose from auto, bfloat16, int8, int4, int3"),
-        (("--layer-precision", "0-99:int4"), "layers are 0-7"),
-        (("--layer-precision", "0-3:int4,2-5:int8"), "names layer 2 twice"),
-        (("--variant", "int4", "--variant", "half"), "variants is 'half'"),
-    ],
+    some(
+        [
+            (("--precision", "int5"), "precision is 'int5': choose from auto, bfloat16, int8, int4, int3"),
+            (("--layer-precision", "0-99:int4"), "layers are 0-7"),
+            (("--layer-precision", "0-3:int4,2-5:int8"), "names layer 2 twice"),
+            (("--variant", "int4", "--variant", "half"), "variants is 'half'"),
+        ],
+        2,
+    ),
 )
 def test_invalid_precisions_are_reported_in_one_line(options, message):
     """Run the command in a separate interpreter, since it loads a model."""
@@ -84,6 +100,8 @@ def test_unknown_option_is_named_with_the_most_similar(tmp_path):
         ("5: 6", "mapping"),
         ("!!python/object/apply:os.getcwd []", "YAML"),
         ("extra: {}", "unknown option 'extra'"),
+        ("gpu-memory-utilization: 0.9", "use memory_gb"),
+        ("tp: 2\ntensor-parallel-size: 2", "'tp' is given twice"),
     ],
 )
 def test_file_that_is_not_a_mapping_of_options_is_refused(tmp_path, text, message):

@@ -154,7 +154,7 @@ def check_log(arguments: list[str]) -> list[str | None]:
     return [answer.reason for answer in recording.answers.values()]
 
 
-@pytest.mark.parametrize("phase", some(PHASES, 3))
+@pytest.mark.parametrize("phase", some(PHASES, 2))
 def test_restart_after_kill_in_a_phase_works_and_sigterm_lets_requests_end(
     arguments: list[str], answer: str, tmp_path: Path, phase: str
 ) -> None:

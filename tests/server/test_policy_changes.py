@@ -100,13 +100,16 @@ def test_settings_are_changed_over_http(admin) -> None:
     assert shown["policy"] == "morph"
     assert shown["settings"].keys() == vars(ACCURACY).keys()
     assert shown["settings"]["queue_delay"] == 0.5
-    assert shown["settings"]["max_quality_loss"] is None, "JSON has no infinity"
-    assert shown["objectives"] == {"slo_ttft": 3.0, "slo_tpot": 0.05, "max_quality_loss": None}
+    assert shown["settings"]["max_quality_loss"] == 0.05
+    assert shown["objectives"] == {"slo_ttft": 3.0, "slo_tpot": 0.05, "max_quality_loss": 0.05}
     status = http.get("/status").json()
     Status.model_validate(status, strict=True)
     assert shown["objectives"].items() <= status.items()
     (decision,) = http.get("/decisions").json()["decisions"]
     assert decision["reason"] == "by the operator: policy morph -> morph with queue_delay 0.5, slo_tpot 0.05"
+    answer = http.put("/policy", json={"policy": "morph", "settings": {"max_quality_loss": None}})
+    assert answer.status_code == 202, answer.text
+    assert http.get("/policy").json()["settings"]["max_quality_loss"] is None, "JSON has no infinity"
 
 
 def test_shown_settings_can_be_set_again(admin) -> None:
@@ -309,3 +312,37 @@ def test_plan_of_many_instances_is_set_over_http(started) -> None:
         answer = http.put("/plan", json=body, timeout=60)
         assert answer.status_code == 202, answer.text
         eventually(lambda: http.get("/status").json()["precisions"] == {"bfloat16": 1600, "int4": 1600})
+
+
+# -- what is measured while an engine runs
+
+
+def test_policy_goes_on_with_what_was_measured(admin) -> None:
+    engine, http = admin
+    before, measured = engine.controller.policy, QualityLoss({"int4": [0.02] * 16}, ("int4",), 3.0)
+    load = partial(load_policy, resources=MACHINE, swap_order=range(15, -1, -1), loss=measured)
+    engine.control.renew(load, measured)
+    assert engine.control.loss is measured
+    assert engine.controller.policy is not before
+    (decision,) = http.get("/decisions").json()["decisions"]
+    assert decision["reason"].startswith("layers were measured: policy ")
+    assert engine.control.status()["quality"]["floor"] == 0.05
+
+
+def test_settings_of_an_operator_outlast_a_measurement(admin) -> None:
+    engine, http = admin
+    assert http.put("/policy", json={"policy": "morph", "settings": {"queue_delay": 0.5}}).status_code == 202
+    engine.control.renew(partial(load_policy, resources=MACHINE, swap_order=range(16), loss=LOSS), LOSS)
+    assert engine.controller.policy.settings.queue_delay == 0.5
+
+
+def test_plan_beyond_the_floor_is_allowed_and_told(admin, caplog: pytest.LogCaptureFixture) -> None:
+    engine, http = admin
+    engine.control.renew(partial(load_policy, resources=MACHINE, swap_order=range(16), loss=LOSS), LOSS)
+    for count, told in ((5, False), (6, True)):
+        plan = home_plan().with_precisions("0", {f"layers.{layer}": "int4" for layer in range(count)})
+        answer = http.put("/plan", content=to_yaml(plan), headers={"content-type": "application/yaml"})
+        assert answer.status_code == 202, answer.text
+        reason = http.get("/decisions").json()["decisions"][-1]["reason"]
+        assert ("expected to lose 6.0 %, more than the floor of 5 %" in reason) == told
+    assert "an operator sets a plan that is expected to lose 6.0 %" in caplog.text

@@ -14,7 +14,7 @@ from jaxserve.server.schemas.harmless import HARMLESS, HARMLESS_IN_MESSAGES, HAR
 from jaxserve.server.schemas.other import TokenizeBody
 from jaxserve.server.schemas.unsupported import UNSUPPORTED, UNSUPPORTED_IN_MESSAGES, UNSUPPORTED_IN_TOKENIZE
 from jaxserve.server.settings import ServerSettings
-from tests.server.fake import FakeClient
+from tests.server.fake import FakeClient, byte_tokenizer
 from tests.server.serving import serving
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -257,6 +257,47 @@ def test_template_variables_at_the_top_level_reach_the_template(http, fake, effo
     (name,) = effort
     assert http.post(CHAT, json=BODIES[CHAT] | effort | {"chat_template_kwargs": {name: "x"}}).status_code == 200
     assert seen[1][name] == "x"
+
+
+CONVERSATIONS = {
+    CHAT: BODIES[CHAT],
+    "/v1/messages": {**BODIES[CHAT], "model": "fake", "max_tokens": 5},
+    "/v1/responses": {"input": "hi"},
+}
+TEMPLATE = "{{ messages[0].content }}{% if mood is defined %}{{ mood }}{% endif %}"
+
+
+def template_client() -> FakeClient:
+    tokenizer = byte_tokenizer(TEMPLATE)
+    return FakeClient(tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("path", CONVERSATIONS)
+def test_variable_that_the_template_does_not_read_is_refused_unless_it_is_common(path, caplog):
+    client = template_client()
+    with serving(client) as address, httpx.Client(base_url=address.url, timeout=30) as http:
+
+        def answer(**variables):
+            return http.post(path, json=CONVERSATIONS[path] | {"chat_template_kwargs": variables})
+
+        assert answer(mood="!").status_code == 200
+        prompt, *_ = client.seen[-1]
+        assert client.tokenizer.decode(prompt.token_ids).endswith("!")
+        error = refusal(answer(moood="!"))
+        assert error["message"].endswith("'moood': did you mean 'mood'?")
+        with caplog.at_level("INFO", logger="jaxserve"):
+            for _ in range(3):
+                assert answer(enable_thinking=False).status_code == 200
+        assert caplog.text.count("does not read 'enable_thinking'") == 1
+
+
+def test_ignore_unknown_fields_ignores_variables_that_the_template_does_not_read():
+    with (
+        serving(template_client(), ServerSettings(ignore_unknown_fields=True)) as address,
+        httpx.Client(base_url=address.url, timeout=30) as http,
+    ):
+        body = BODIES[CHAT] | {"chat_template_kwargs": {"moood": 1}}
+        assert http.post(CHAT, json=body).status_code == 200
 
 
 def test_reasoning_of_earlier_answers_reaches_the_template(http, fake, monkeypatch):

@@ -47,7 +47,7 @@ def post(fake):
         ("temperature", {"temperature": -1}),
         ("truncation", {"truncation": "middle"}),
         ("metadata", {"metadata": {str(n): "" for n in range(17)}}),
-        ("stream_options", {"stream_options": {"include_obfuscation": False}}),
+        ("stream_options", {"stream_options": {"include_obfuscation": True}}),
         ("background", {"background": True, "store": False}),
         ("previous_response_id", {"previous_response_id": "resp_unknown"}),
         ("reasoning.effort", {"reasoning": {"effort": "extreme"}}),

@@ -1,13 +1,16 @@
 """`jaxserve run-batch` as a user starts it, on a tiny random model."""
 
 import json
+import os
 import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.server.process import PATIENCE, started
+from tests.server.process import PATIENCE, ROOT, started
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
@@ -61,6 +64,41 @@ def test_batch_is_answered_and_not_computed_twice(tmp_path, options):
     status, said = run(source, output, *options)
     assert (status, output.read_bytes()) == (0, before)
     assert "4 of 4 requests answered (4 of them earlier): " in said
+
+
+PIPED = """
+import jaxserve.build
+from jaxserve.cli import main
+from tests.server.fake import FakeClient
+jaxserve.build.build_async_engine = lambda *_: FakeClient()
+main.main()
+"""
+
+
+@pytest.mark.parametrize(("source", "output"), [("-", "-"), ("/dev/stdin", "/dev/stdout"), ("fifo", "fifo")])
+def test_batch_passes_through_pipes(tmp_path, source, output):
+    """With a fake engine, whose answers come at once."""
+    body = request("one", prompt="a", max_tokens=3) + request("two", prompt="b", max_tokens=3)
+    program = tmp_path / "batch.py"
+    program.write_text(PIPED)
+    ends, writer = [source, output], None
+    if source == "fifo":
+        ends = [str(tmp_path / "in"), str(tmp_path / "out")]
+        for path in ends:
+            os.mkfifo(path)
+        writer = threading.Thread(target=Path(ends[0]).write_text, args=(body,), daemon=True)
+        writer.start()
+    arguments = (str(program), "run-batch", "-i", ends[0], "-o", ends[1])
+    with started(*arguments, stdin=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}) as process:
+        written = Path(ends[1]).read_text() if writer else ""
+        out, errors = process.communicate(None if writer else body, timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    lines = (written or out).splitlines()
+    assert {answer["custom_id"]: answer["response"]["status_code"] for answer in map(json.loads, lines)} == {
+        "one": 200,
+        "two": 200,
+    }
+    assert "2 of 2 requests answered" in errors
 
 
 def test_interrupted_batch_is_continued(tmp_path, options):

@@ -16,7 +16,7 @@ from jaxserve.server.runner import run_server
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
 load = {load}
-run_server(load, ServerSettings(port=0, {settings}), lambda url, client: print(url, flush=True))
+run_server(load, ServerSettings(port=0, {settings}), lambda urls, client: print(*urls, flush=True))
 """
 SLOW = "lambda: FakeClient(script='x' * 200, delay=0.005)"
 NEVER_ENDING = "lambda: FakeClient(script='x' * 400, delay=3600, delay_after=3)"

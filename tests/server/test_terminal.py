@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 from typer.testing import CliRunner
@@ -14,6 +15,7 @@ from jaxserve.core.errors import PromptTooLong
 from jaxserve.core.request import CompletionOutput, RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from tests.server.process import PATIENCE, ROOT
+from tests.support.thorough import some
 
 GREEDY = ("--temperature", "0", "--max-tokens", "6", "--load-format", "dummy")
 
@@ -125,7 +127,7 @@ def test_generate_answers_within_the_remaining_context(environment, random_model
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", some(["ascii", "latin-1"], 1))
 def test_characters_that_the_terminal_lacks_are_replaced(environment, random_model, encoding):
     narrow = environment | {"PYTHONIOENCODING": encoding}
     options = ("--model", str(random_model), "--load-format", "dummy", "--temperature", "0", "--max-tokens", "6")
@@ -143,8 +145,11 @@ def test_model_without_tokenizer_is_reported_in_one_line(environment, random_mod
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("asked", [{"JAX_PLATFORMS": "cuda"}, {"JAX_PLATFORMS": "foo"}, {"JAX_PLATFORM_NAME": "gpu"}])
-@pytest.mark.parametrize("command", [("serve", "--port", "0"), ("quantize", "--method", "rtn")])
+MISSING = [{"JAX_PLATFORMS": "cuda"}, {"JAX_PLATFORMS": "foo"}, {"JAX_PLATFORM_NAME": "gpu"}]
+COMMANDS = [("serve", "--port", "0"), ("quantize", "--method", "rtn")]
+
+
+@pytest.mark.parametrize(("asked", "command"), some(product(MISSING, COMMANDS), 2))
 def test_missing_platform_is_reported_in_one_line(environment, tmp_path, asked, command):
     out = ("--out", str(tmp_path)) if command[0] == "quantize" else ()
     chosen = {name: value for name, value in environment.items() if not name.startswith("JAX_PLATFORM")} | asked
@@ -181,6 +186,11 @@ class InterruptedLLM(TalkativeLLM):
             raise KeyboardInterrupt
         finally:
             self.ended += 1
+
+
+def test_conversation_without_standard_input_ends(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    converse(TalkativeLLM(100), SamplingParams(max_tokens=4), None)
 
 
 def test_ctrl_c_ends_an_answer_and_its_request(monkeypatch, capsys):
@@ -239,7 +249,7 @@ def test_full_disk_is_reported_in_one_line(environment):
     command = [sys.executable, "-c", FULL]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (1, "jaxserve: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "jaxserve: standard output: No space left on device\n")
 
 
 # Two commands besides the real ones: one writes much text, one gets a Ctrl-C in a callback of the garbage collector.

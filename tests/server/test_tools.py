@@ -8,6 +8,7 @@ from starlette.testclient import TestClient
 
 from jaxserve.server.app import create_app
 from jaxserve.server.settings import ServerSettings
+from jaxserve.structured.compiler import LLGrammarCompiler
 from tests.server.fake import FakeClient, byte_tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -266,11 +267,74 @@ def test_arguments_are_an_object_whatever_else_the_schema_allows():
     assert '"type": "object"' in grammar_for(tools=[tool], tool_choice="required")
 
 
-def test_schemas_of_all_tools_are_at_hand_for_errors_of_their_grammar():
+def test_schemas_of_strict_tools_are_parts_and_others_can_be_left_out():
     http, engine = http_of()
-    whole(http, tools=[WEATHER, TIME], tool_choice="required")
-    places = [part.place for part in engine.seen[-1][1].structured.loose_parts]
-    assert places == ["tools.0.function.parameters", "tools.1.function.parameters"]
+    strict = {"type": "function", "function": {**TIME["function"], "strict": True}}
+    whole(http, tools=[WEATHER, strict], tool_choice="required")
+    asked = engine.seen[-1][1].structured
+    assert [part.place for part in asked.parts] == ["tools.1.function.parameters"]
+    assert '"city"' in asked.grammar
+    together = asked.fallback(lambda demands: [""] * len(demands))  # each can be used alone
+    assert '"city"' not in together.grammar
+    assert together.parts == asked.parts
+
+
+def test_only_the_tool_at_fault_loses_its_schema():
+    http, engine = http_of()
+    names = ["f0", "f1", "f2"]
+    tools = [{"type": "function", "function": {**WEATHER["function"], "name": name}} for name in names]
+    whole(http, tools=tools, tool_choice="required")
+    asked = engine.seen[-1][1].structured
+
+    def kept(demand) -> list[bool]:
+        lines = demand.grammar.splitlines()
+        return [any(line.startswith(f"arguments_{i}:") and '"city"' in line for line in lines) for i in range(3)]
+
+    first = asked.fallback(lambda demands: ["faulty" if "f1" in each.grammar else "" for each in demands])
+    assert (kept(asked), kept(first)) == ([True] * 3, [True, False, True])
+    assert first.dropped == ["tools.1.function.parameters (faulty)"]
+    assert kept(first.fallback(None)) == [False] * 3
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        {"pattern": "("},
+        {"minLength": 2, "pattern": "^a$"},
+        {"minLength": 5, "maxLength": 2},
+        {"pattern": "\\d{1000000}"},
+    ],
+)
+def test_a_schema_of_which_no_grammar_can_be_made_leaves_those_of_other_tools(faulty, caplog):
+    engine = FakeClient(CALL, max_model_len=8192, tokenizer=byte_tokenizer(TEMPLATE))
+    http = TestClient(create_app(engine, ServerSettings(tool_parser="qwen3_coder")))
+    odd = {"type": "object", "properties": {"s": {"type": "string", **faulty}}}
+    tools = [WEATHER, {"type": "function", "function": {"name": "odd", "parameters": odd}}]
+    whole(http, tools=tools, tool_choice="required")
+    tokenizer = engine.tokenizer
+    LLGrammarCompiler(tokenizer, tokenizer.eos_token_ids).compile(engine.seen[-1][1].structured)
+    (record,) = [each.getMessage() for each in caplog.records if "not held" in each.getMessage()]
+    assert "tools.1.function.parameters (" in record
+    assert "tools.0" not in record
+
+
+def test_what_is_left_out_of_the_schema_of_a_tool_is_named_for_the_log():
+    http, engine = http_of()
+    odd = {"type": "any", "required": None, "properties": {"a": {"uniqueItems": True, "minimum": -(2**63)}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": odd}}
+    whole(http, tools=[WEATHER, tool], tool_choice="required")
+    place = "tools.1.function.parameters"
+    dropped = {f"{place}/required", f"{place}/properties/a/uniqueItems", f"{place}/properties/a/minimum"}
+    assert set(engine.seen[-1][1].structured.dropped) == dropped
+
+
+@pytest.mark.parametrize("kind", ["any", 5, ["any", "null"], []])
+def test_a_type_that_does_not_exist_is_only_refused_for_a_strict_tool(kind):
+    http, _ = http_of()
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}
+    whole(http, tools=[tool], tool_choice="required")
+    tool["function"]["strict"] = True
+    assert http.post(CHAT, json={"messages": ASK, "tools": [tool]}).status_code == 400
 
 
 @pytest.mark.parametrize("pattern", ["^(?!x)", "a(?<=x)", "^x\\b", "^(x).*\\1"])
@@ -322,7 +386,7 @@ def test_response_format_applies_to_answers_without_calls():
         ({"tools": [TIME], "regex": "a"}, "regex"),
         ({"messages": [*ASK, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages.1.tool_calls.0"),
         ({"messages": [*ASK, {"role": "assistant", "tool_calls": 5}]}, "messages.1.tool_calls"),
-        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
     ],
 )
 def test_wrong_field_is_named(fields, param):

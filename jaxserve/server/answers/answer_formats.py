@@ -1,21 +1,22 @@
 """The formats of a model's answers: how reasoning and tool calls are found in them, and how calls are enforced."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.core.reasoning import ReasoningSection
-from jaxserve.core.structured import StructuredOutput
+from jaxserve.core.structured import Fallback, Refusals, StructuredOutput
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.parsing.formats.base import ToolFormat
 from jaxserve.parsing.formats.hermes import Hermes
 from jaxserve.parsing.grammar import tool_grammar
+from jaxserve.parsing.lark import one_of
 from jaxserve.parsing.parser import AnswerFormat
 from jaxserve.parsing.reasoning import ReasoningFormat
 from jaxserve.parsing.registry import NONE, reasoning_format, tool_format
-from jaxserve.parsing.schemas import guided, object_schema
-from jaxserve.parsing.tools import Tool
+from jaxserve.parsing.schemas import json_rule, object_schema
+from jaxserve.parsing.tools import Tool, ToolUse
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.settings import ServerSettings
 
@@ -65,12 +66,12 @@ class AnswerFormats:
         if use is None or form.tool_format is None or not (use.constrained or asked):
             return asked
         parts = tuple(_schema(tool) for tool in use.tools if tool.strict)
-        others = tuple(_schema(tool) for tool in use.tools if not tool.strict)
         text = ""
         if asked is not None and not use.required:
             text, parts = _rule(asked), (*parts, asked)
-        grammar = tool_grammar(form.tool_format, use, self.special_tokens, text)
-        return StructuredOutput(grammar=grammar, place="tools", parts=parts, loose_parts=others)
+
+        grammars = _ToolGrammars(form.tool_format, self.special_tokens, text, parts)
+        return grammars.demanded(use, lambda refusals: grammars.loosened(use, refusals))
 
     def reasoning_section(self, form: AnswerFormat, budget: int | None) -> ReasoningSection | None:
         """Return the reasoning for the engine. Raise RequestError for a budget if the model has no reasoning."""
@@ -89,8 +90,49 @@ class AnswerFormats:
         return any(text in self.special_tokens for text in (*tags, *markers))
 
 
+@dataclass(frozen=True)
+class _ToolGrammars:
+    """The grammars of one request's tools. `text`: the rule for answers without calls, "" for any text."""
+
+    form: ToolFormat
+    special_tokens: Mapping[str, int]
+    text: str
+    parts: Sequence[StructuredOutput]
+
+    def demanded(self, use: ToolUse, fallback: Fallback | None = None, loose: Sequence[str] = ()) -> StructuredOutput:
+        """Return the demand on answers that use tools. `loose`: the places of schemas that have been left out."""
+        grammar = tool_grammar(self.form, use, self.special_tokens, self.text)
+        dropped = [f"{tool.place}{place[1:]}" for tool in use.tools for place in tool.dropped]
+        return StructuredOutput(
+            grammar=grammar, strict=True, place="tools", parts=self.parts, fallback=fallback, dropped=[*dropped, *loose]
+        )
+
+    def loosened(self, use: ToolUse, refusals: Refusals) -> StructuredOutput:
+        """Return the demand without the schemas that cannot be held, and if that does not suffice without any.
+
+        Those of strict tools stay.
+        """
+        alone = [self.demanded(ToolUse((tool,), required=True)) for tool in use.tools]
+        reasons = refusals(alone)
+        faulty = [bool(reason) for reason in reasons]
+        last = self._without(use, [True] * len(reasons), reasons)
+        some = any(found and not tool.strict for found, tool in zip(faulty, use.tools, strict=True))
+        return self._without(use, faulty, reasons, lambda _: last) if some else last
+
+    def _without(
+        self, use: ToolUse, left_out: Sequence[bool], reasons: Sequence[str], fallback: Fallback | None = None
+    ) -> StructuredOutput:
+        """Return the demand without some of the schemas that are not strict."""
+        tools, loose = list(use.tools), []
+        for index, tool in enumerate(use.tools):
+            if left_out[index] and not tool.strict:
+                tools[index] = replace(tool, parameters={})
+                loose.append(f"{tool.place} ({reasons[index] or 'all schemas together cannot be held'})")
+        return self.demanded(replace(use, tools=tuple(tools)), fallback, loose)
+
+
 def _schema(tool: Tool) -> StructuredOutput:
-    return StructuredOutput(json=guided(object_schema(tool), tool.strict), place=tool.place)
+    return StructuredOutput(json=object_schema(tool), strict=True, place=tool.place)
 
 
 def _rule(asked: StructuredOutput) -> str:
@@ -98,9 +140,11 @@ def _rule(asked: StructuredOutput) -> str:
     match asked.kind:
         case "json" | "json_object":
             schema = json.loads(asked.text) if asked.kind == "json" else {"type": "object"}
-            return f"%json {json.dumps(schema)}"
+            if not isinstance(schema, bool | dict):
+                raise RequestError(f"{asked.name} must be a JSON schema", field=asked.name)
+            return json_rule({} if schema is True else schema, asked.strict)
         case "choice":
-            return " | ".join(json.dumps(text) for text in asked.choice or ())
+            return one_of(asked.choice or ())
     raise RequestError(
         f"{asked.name} cannot be given together with tools: give a JSON schema, or tool_choice none", field=asked.name
     )

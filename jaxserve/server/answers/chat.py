@@ -49,7 +49,7 @@ class ChatResponse(GenerationResponse[ChatBody]):
             "index": answer.index,
             "message": self._message(message),
             "logprobs": self._logprobs(answer.logprobs),
-            "finish_reason": _finish_reason(answer.finish_reason, len(message.calls)),
+            "finish_reason": self._finish_reason(answer.finish_reason, len(message.calls)),
             "stop_reason": answer.stop_reason,
         }
         if self.body.return_token_ids:
@@ -86,8 +86,13 @@ class ChatResponse(GenerationResponse[ChatBody]):
         if answer.finish_reason:
             # An event of its own: some clients ignore the text of an event with a finish_reason.
             stop = {} if answer.stop_reason is None else {"stop_reason": answer.stop_reason}
-            reason = _finish_reason(answer.finish_reason, sent.calls)
+            reason = self._finish_reason(answer.finish_reason, sent.calls)
             yield self._chunk(answer.index, {}, finish_reason=reason, **stop)
+
+    def _finish_reason(self, reason: str | None, calls: int) -> str | None:
+        """Return OpenAI's reason why an answer ended: its calls, unless it was cut or the client named the tool."""
+        named = self.form.tool_use is not None and self.form.tool_use.named
+        return "tool_calls" if calls and reason == "stop" and not named else reason
 
     def _visible(self, events: list[Event]) -> list[Event]:
         if self.body.include_reasoning:
@@ -135,8 +140,3 @@ class ChatResponse(GenerationResponse[ChatBody]):
 def _reasoning(text: str) -> dict[str, str]:
     # DeepSeek's name and OpenRouter's: clients look for either.
     return {"reasoning_content": text, "reasoning": text}
-
-
-def _finish_reason(reason: str | None, calls: int) -> str | None:
-    """Return OpenAI's reason why an answer ended: its calls, unless it was cut."""
-    return "tool_calls" if calls and reason == "stop" else reason

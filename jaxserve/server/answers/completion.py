@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs
-from jaxserve.server.answers.generation import GeneratedAnswer, GenerationResponse, PromptLogprobs, PromptResult, Usage
+from jaxserve.server.answers.generation import GeneratedAnswer, GenerationResponse, PromptLogprobs, PromptResult
 from jaxserve.server.answers.logprobs import (
     Offsets,
     format_completion_logprobs,
@@ -37,19 +37,12 @@ class CompletionResponse(GenerationResponse[CompletionBody]):
             best = sorted(best, key=lambda answer: -answer.mean_logprob)[: self.body.answers]
         return [self._choice(result.prompt, i, answer, result.last) for i, answer in enumerate(best)]
 
-    def _usage(self, usage: Usage) -> dict[str, object]:
-        if self.body.scores_only:
-            usage.completion_tokens = 0
-        return usage.as_dict()
-
     def _choice(self, prompt: int, i: int, answer: GeneratedAnswer, last: RequestOutput) -> dict[str, Any]:
-        if self.body.scores_only:
-            answer = GeneratedAnswer(i, finish_reason="length")
         scored = last.prompt_logprobs or ()
         choice = {
             "index": prompt * self.body.answers + i,
-            "text": self._echo(prompt) + answer.text,
-            "logprobs": self._logprobs(*self._with_prompt(prompt, scored, answer), self._new_offsets()),
+            "text": self._echo(prompt, answer.token_ids) + answer.text,
+            "logprobs": self._logprobs(*self._with_prompt(prompt, scored, answer), self._new_offsets(prompt)),
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
@@ -62,8 +55,6 @@ class CompletionResponse(GenerationResponse[CompletionBody]):
 
     def _chunks(self, prompt: int, answer: CompletionOutput) -> Iterator[dict[str, Any]]:
         """Yield the new text, in the first event after the prompt if it is echoed, then why the choice ended."""
-        if self.body.scores_only:
-            answer = CompletionOutput(answer.index, NO_TEXT, (), finish_reason="length")
         index = prompt * self.body.answers + answer.index
         shows_prompt = index not in self._offsets and (self.body.echo or self.body.prompt_logprobs is not None)
         if shows_prompt or answer.text or answer.logprobs or (answer.token_ids and self.body.return_token_ids):
@@ -78,12 +69,12 @@ class CompletionResponse(GenerationResponse[CompletionBody]):
     def _text_chunk(self, index: int, prompt: int, answer: CompletionOutput) -> dict[str, Any]:
         first = index not in self._offsets
         if first:
-            self._offsets[index] = self._new_offsets()
+            self._offsets[index] = self._new_offsets(prompt)
         scored = self._prompt_logprobs.get(prompt, ())
         tokens = self._with_prompt(prompt, scored, answer) if first else (answer.logprobs or (), answer.token_ids)
         choice = {
             "index": index,
-            "text": (self._echo(prompt) if first else NO_TEXT) + answer.text,
+            "text": (self._echo(prompt, answer.token_ids) if first else NO_TEXT) + answer.text,
             "logprobs": self._logprobs(*tokens, self._offsets[index]),
             "finish_reason": None,
         }
@@ -104,18 +95,23 @@ class CompletionResponse(GenerationResponse[CompletionBody]):
         place = self.echoed[prompt]
         return [*scored[place], *steps], [*self.job.prompts[prompt].token_ids[place], *token_ids]
 
-    def _echo(self, prompt: int) -> str:
+    def _echo(self, prompt: int, answer: Sequence[int]) -> str:
+        """Return the prompt's text, without a character inside which it ends if the answer's tokens complete it."""
         if not self.body.echo:
             return NO_TEXT
         given = self.job.prompts[prompt]
         if given.text is not None:
             return given.text
-        return self.client.tokenizer.decode(given.token_ids[self.echoed[prompt]])
+        tokenizer, token_ids = self.client.tokenizer, given.token_ids[self.echoed[prompt]]
+        text = tokenizer.decode(token_ids)
+        return text[:-1] if tokenizer.ends_inside_character(token_ids, answer) else text
 
-    def _new_offsets(self) -> Offsets | None:
+    def _new_offsets(self, prompt: int) -> Offsets | None:
         if self.body.logprobs is None:
             return None
-        return Offsets(self.client.tokenizer.stream(self.body.skip_special_tokens is not False, start=self.body.echo))
+        skip, echo = self.body.skip_special_tokens is not False, self.body.echo
+        before = () if echo else self.job.prompts[prompt].token_ids
+        return Offsets(self.client.tokenizer.stream(skip, start=echo, after=before))
 
     def _logprobs(
         self, steps: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offsets: Offsets | None

@@ -28,9 +28,15 @@ class ConversationJob:
 
 
 async def conversation_job(
-    state: ServerState, body: ChatBody, *, request_id: str, headers: Mapping[str, str], names: Names | None = None
+    state: ServerState,
+    body: ChatBody,
+    *,
+    request_id: str,
+    headers: Mapping[str, str],
+    sender: str,
+    names: Names | None = None,
 ) -> ConversationJob:
-    """Return the work for a conversation, of which `headers` has the trace.
+    """Return the work for a conversation, of which `headers` has the trace. `sender`: the client.
 
     `names`: those of a client that has not sent the body itself, for errors during generation (`Job`). Raise
     RequestError if a field of the body or the prompt breaks a limit.
@@ -41,13 +47,19 @@ async def conversation_job(
     keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, client.info.max_model_len, leave)
     with rename_error_fields({"prompt": "messages"}):
         text = await render(client, body)
-        (prompt,) = await tokens_prompts(client, [text], add_special_tokens=body.add_special_tokens, keep=keep)
+        (prompt,) = await tokens_prompts(
+            client,
+            [text],
+            add_special_tokens=body.add_special_tokens,
+            keep=keep,
+            generates=body.token_limit != 0,
+        )
     given = state, body, text, len(prompt.token_ids)
     # Schemas may be large.
     form, params = await off_loop(_params, *given) if body.tools or body.has_structure else _params(*given)
     trace = TraceContext("chat", headers)
     names = names or partial(rename_error_fields, body.client_names)
-    job = Job(request_id, [prompt], [params], body.priority, body.cache_salt or "", trace, names)
+    job = Job(request_id, [prompt], [params], body.priority, body.cache_salt or "", trace, sender, names)
     return ConversationJob(client, job, form)
 
 

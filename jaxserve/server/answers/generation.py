@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
-from pydantic_core import to_json
-
 from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs, TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient, ModelInfo, TokensPrompt
+from jaxserve.server.http.json_text import to_json
 from jaxserve.server.http.offload import MAX_INLINE_SIZE, off_loop, off_loop_if_large
 from jaxserve.server.schemas.common import SamplingBody
 
@@ -93,7 +92,8 @@ class PromptResult:
 class Job:
     """The work of the engine for one HTTP request: prompts with their sampling parameters.
 
-    `names` returns a context in which errors get the client's names of fields.
+    `sender`: the client for whom the engine compiles grammars, in turns with others. `names` returns a context in which
+    errors get the client's names of fields.
     """
 
     id: str
@@ -102,6 +102,7 @@ class Job:
     priority: int = 0
     salt: str = ""
     trace: TraceContext | None = None
+    sender: str = ""
     names: Names = contextlib.nullcontext
 
     def usage(self) -> Usage:
@@ -120,7 +121,8 @@ class Job:
                     yield delta
 
     async def _run(self, client: EngineClient, *, stream: bool) -> AsyncGenerator[Delta, None]:
-        generate = partial(client.generate, priority=self.priority, salt=self.salt, stream=stream, trace=self.trace)
+        options = {"priority": self.priority, "salt": self.salt, "trace": self.trace, "sender": self.sender}
+        generate = partial(client.generate, stream=stream, **options)
         if len(self.prompts) == 1:
             async with contextlib.aclosing(generate(self.prompts[0], self.params[0], request_id=self.id)) as outputs:
                 async for output in outputs:

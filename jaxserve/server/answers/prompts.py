@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxserve.core.errors import PromptTooLong, RequestError
+from jaxserve.core.errors import PromptTooLong, RequestError, UnknownKeyword
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.fim import FillInMiddle
 from jaxserve.engine.limits import check_prompt, context_length
@@ -78,13 +78,14 @@ async def tokens_prompts(
     *,
     add_special_tokens: bool,
     keep: int | None = None,
-    embed: bool = False,
+    generates: bool = True,
 ) -> list[TokensPrompt]:
     """Return prompts for the engine: the last `keep` tokens of each prompt, or all of them.
 
-    With `embed`, no room for generated tokens is required. Raise RequestError if a prompt breaks the model's limits.
+    Unless the request `generates` tokens, no room for them is required. Raise RequestError if a prompt breaks the
+    model's limits.
     """
-    check = partial(check_prompt, client.info, embed=embed)
+    check = partial(check_prompt, client.info, generates=generates)
     cut = [prompt if isinstance(prompt, str) or keep is None else prompt[-keep:] for prompt in prompts]
     for prompt in cut:
         if not isinstance(prompt, str):
@@ -108,6 +109,7 @@ async def fim_prompts(
     *,
     add_special_tokens: bool,
     keep: int | None = None,
+    generates: bool = True,
 ) -> tuple[list[TokensPrompt], list[slice]]:
     """Return the prompts for the gaps between each prompt and a suffix, and where in them the given prompts are.
 
@@ -125,7 +127,7 @@ async def fim_prompts(
         built, places = [], []
         for prompt in prompts:
             made = fim.prompt(prompt, after, add_special_tokens=add_special_tokens, keep=keep)
-            check_prompt(client.info, made.token_ids)
+            check_prompt(client.info, made.token_ids, generates=generates)
             built.append(TokensPrompt(made.token_ids, prompt if isinstance(prompt, str) and keep is None else None))
             places.append(made.prefix)
         return built, places
@@ -156,7 +158,12 @@ def _size(body: Conversation) -> int:
 def _apply_template(client: EngineClient, body: Conversation) -> str:
     messages = [message.as_dict(f"messages.{index}") for index, message in enumerate(body.messages)]
     _check_arguments(messages)
-    return client.tokenizer.apply_chat_template(messages, **body.template_variables())
+    variables = body.template_variables()
+    try:
+        return client.tokenizer.apply_chat_template(messages, **variables, optional=body.optional_variables())
+    except UnknownKeyword as error:
+        error.field = "chat_template_kwargs"
+        raise
 
 
 def _check_arguments(messages: Sequence[dict[str, Any]]) -> None:

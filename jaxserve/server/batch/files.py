@@ -4,21 +4,27 @@ The id of an answer is a checksum of its request's line. A run that is started a
 the very same content are answered, whatever became of the run before.
 """
 
+import contextlib
 import hashlib
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import IO, BinaryIO, NamedTuple
 
 from pydantic_core import from_json, to_json
 
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import reading, writing
 
 ID = "batch_req_"
 START = b'{"id":"batch_req_'  # with which each answer's line begins
 DIGEST_BYTES = 16
+STREAM = "-"  # as a path: standard input or output
+STANDARD_INPUT, STANDARD_OUTPUT = 0, 1
+COPY_BYTES = 1024 * 1024  # of an input that are read at once
 
 
 def digest(text: bytes) -> bytes:
@@ -45,12 +51,12 @@ class Line:
 
 
 def read_lines(path: Path, max_bytes: int) -> Iterator[Line]:
-    """Yield the lines of an input, holding no more than `max_bytes` of it in memory."""
+    """Yield the lines of an input, holding no more than `max_bytes` and a line's end of it in memory."""
     with path.open("rb") as file:
         number = 0
         while piece := file.readline(max_bytes + 1):
             number += 1
-            too_long = len(piece) > max_bytes
+            too_long = len(piece.removesuffix(b"\n")) > max_bytes
             while too_long and piece and not piece.endswith(b"\n"):
                 piece = file.readline(max_bytes + 1)
             if too_long or piece.strip():
@@ -73,6 +79,35 @@ class Batch:
         return read_lines(self.source, self.max_line_bytes)
 
 
+def is_stream(path: Path) -> bool:
+    """Return whether a path is "-", a pipe or a device, which cannot be read twice or continued."""
+    return str(path) == STREAM or (path.exists() and not path.is_file() and not path.is_dir())
+
+
+@contextlib.contextmanager
+def readable_twice(source: Path) -> Iterator[Path]:
+    """Yield the path of an input, or of a copy of it while it is needed if the input is a stream ("-": stdin)."""
+    if not is_stream(source):
+        yield source
+        return
+    with tempfile.NamedTemporaryFile(prefix="jaxserve-batch-") as copy:
+        with open(STANDARD_INPUT, "rb", closefd=False) if str(source) == STREAM else source.open("rb") as stream:
+            _copy(stream, copy, "standard input" if str(source) == STREAM else source)
+        yield Path(copy.name)
+
+
+def _copy(stream: BinaryIO, copy: IO[bytes], name: str | Path) -> None:
+    """Copy an input, which `name` names in errors."""
+    with writing(f"a copy of {name}"):
+        while True:
+            with reading(name):
+                part = stream.read(COPY_BYTES)
+            if not part:
+                break
+            copy.write(part)
+        copy.flush()
+
+
 def open_batch(source: Path, output: Path, max_line_bytes: int, *, overwrite: bool = False) -> Batch:
     """Return a batch that continues what an earlier run has written to `output`, or replaces it with `overwrite`.
 
@@ -81,6 +116,9 @@ def open_batch(source: Path, output: Path, max_line_bytes: int, *, overwrite: bo
     """
     if not source.is_file():
         raise ConfigError(f"no file {source} (--input-file)")
+    if is_stream(output):  # which an earlier run may have written to, but nobody can read
+        total = sum(1 for _ in read_lines(source, max_line_bytes))
+        return Batch(source, output, max_line_bytes, total, total, frozenset())
     output = output.resolve()
     if source.resolve() == output:
         raise ConfigError(f"{source} is the input: give the answers a file of their own (--output-file)")
@@ -111,8 +149,10 @@ class AnswersFile:
     """The output of a batch, open for appending."""
 
     def __init__(self, path: Path):
+        self._path = path
         # Unbuffered: each answer is one write, so that an interrupted run leaves whole lines.
-        self._file = path.open("ab", buffering=0)
+        stdout = str(path) == STREAM
+        self._file = os.fdopen(os.dup(STANDARD_OUTPUT), "wb", 0) if stdout else path.open("ab", buffering=0)
 
     def add(self, id: str, custom_id: str, status: int, request_id: str, body: bytes) -> None:
         """Append the response to a request. `id` is its line's, and `body` is JSON without line ends."""
@@ -127,8 +167,9 @@ class AnswersFile:
 
     def _append(self, answer: bytes) -> None:
         rest = memoryview(answer + b"\n")
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        with writing("standard output" if str(self._path) == STREAM else self._path):
+            while rest:
+                rest = rest[self._file.write(rest) :]
 
     def __enter__(self) -> "AnswersFile":
         return self
@@ -179,8 +220,12 @@ def _parse_answer(text: bytes) -> _Answer | None:
 def _keep_successes(path: Path) -> None:
     """Remove all lines but responses with status 200 from an output, which is complete at any moment."""
     rest = path.with_name(path.name + ".tmp")
-    with path.open("rb") as old, rest.open("wb") as new:
-        new.writelines(text for text in old if (answer := _parse_answer(text)) is not None and answer.succeeded)
-        new.flush()
-        os.fsync(new.fileno())
-    rest.replace(path)
+    with writing(path):
+        try:
+            with path.open("rb") as old, rest.open("wb") as new:
+                new.writelines(text for text in old if (answer := _parse_answer(text)) is not None and answer.succeeded)
+                new.flush()
+                os.fsync(new.fileno())
+            rest.replace(path)
+        finally:
+            rest.unlink(missing_ok=True)

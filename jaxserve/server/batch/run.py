@@ -14,6 +14,7 @@ from jaxserve.engine.client import EngineClient
 from jaxserve.server.app import JSON_ROUTES
 from jaxserve.server.batch.files import AnswersFile, Batch, Line, digest
 from jaxserve.server.errors import response_parts
+from jaxserve.server.http.body import json_fault, without_lone_surrogates
 from jaxserve.server.http.offload import off_loop_if_large
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ SERVER = "http://127.0.0.1"  # no connection is made
 HEADERS = {"content-type": "application/json"}
 QUEUE_FULL = 503
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+LINE_OVERHEAD_BYTES = 64 * 1024  # of a line, besides the body
 MAX_SHOWN = 100  # characters of a wrong value in a message
 
 
@@ -92,7 +94,7 @@ async def run_batch(
     """Answer all lines of a batch that have no answer yet, and count them in `progress`.
 
     Answers are written as they come, in any order. Requests in flight when the task is cancelled have no answer. Raise
-    EngineFailed if the engine fails, and OSError if an answer cannot be written.
+    EngineFailed if the engine fails, and ConfigError if an answer cannot be written.
     """
     with AnswersFile(batch.output) as answers:
         run = _Run(app, batch, answers, progress, on_progress)
@@ -175,11 +177,14 @@ class _Run:
 def parse_line(line: Line, max_bytes: int) -> BatchRequest:
     """Return the request in a line of a batch. Raise BadLine, naming the field, if there is none."""
     if line.text is None:
-        raise BadLine("line_too_long", f"line {line.number} has more than {max_bytes} bytes (--max-body-mb)")
+        raise BadLine(
+            "line_too_long",
+            f"line {line.number} has more than {max_bytes} bytes, which is the limit (--max-body-mb)",
+        )
     try:
-        value = from_json(line.text.removeprefix(BYTE_ORDER_MARK), allow_inf_nan=False)
+        value = from_json(without_lone_surrogates(line.text.removeprefix(BYTE_ORDER_MARK)), allow_inf_nan=False)
     except ValueError as error:
-        raise BadLine("invalid_json", f"line {line.number} is not valid JSON: {error}") from None
+        raise BadLine("invalid_json", f"line {line.number} is not valid JSON: {json_fault(error)}") from None
     if not isinstance(value, dict):
         raise BadLine("invalid_json", f"line {line.number} is not a JSON object")
     custom_id, method, url, body = (value.get(name) for name in ("custom_id", "method", "url", "body"))

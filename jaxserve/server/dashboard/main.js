@@ -145,6 +145,7 @@ function showStatus({ model, phase, status }) {
   setText(byId("plan"), String(status.plan_version));
   const moving = phase === "draining" ? "shutting down" : status.busy ? `◐ changing to ${target ?? "another"}` : "steady";
   setText(byId("moving"), moving);
+  showQuality(status.quality);
   byId("moving").className = `badge ${moving === "steady" ? "" : "warn"}`;
   // Once shown, the note stays, so that the panels below it do not move.
   if (status.note) byId("note").hidden = false;
@@ -153,6 +154,18 @@ function showStatus({ model, phase, status }) {
   setText(byId("log-empty"), idle);
   strip.show(status);
 }
+
+/** Shows what the plan in force costs in quality. */
+function showQuality(quality) {
+  if (!quality) return;
+  const { loss, nats, floor, measured } = quality;
+  setText(byId("loss"), nats === null ? percentLoss(loss) : `${percentLoss(loss)}, ${nats.toPrecision(2)} nats a token`);
+  const limit = floor === null ? "no floor" : `floor ${percentLoss(floor)}`;
+  setText(byId("floor"), loss === 0 ? limit : `${measured ? "measured" : "assumed"}, ${limit}`);
+  byId("floor").className = `badge ${floor !== null && loss > floor ? "warn" : ""}`;
+}
+
+const percentLoss = (share) => `${Number((share * 100).toFixed(1))} %`;
 
 /** Shows an event of the server. The first event of a connection has the whole history. */
 function showEvent(event, first) {

@@ -35,6 +35,13 @@ def key_number(scope: Scope, keys: Sequence[bytes]) -> int | None:
     return next((number for number, key in enumerate(keys) if has_key(scope, (key,))), None)
 
 
+def sender_of(scope: Scope, keys: Sequence[str]) -> str:
+    """Return a name of the client that sends a request, by its key, else by its address."""
+    number = key_number(scope, [key.encode() for key in keys])
+    address = scope.get("client")
+    return f"key {number}" if number is not None else f"address {address[0]}" if address else ""
+
+
 def _tokens(scope: Scope) -> list[bytes]:
     """Return the keys that a request sends, or none if a header is repeated.
 

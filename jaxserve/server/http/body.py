@@ -7,6 +7,7 @@ room for, and the tokens of the vocabulary.
 """
 
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -18,16 +19,25 @@ from jaxserve.core.errors import RequestError
 
 # Items outside TOKEN_FIELDS. A chat message, or one of its parts, takes three or four.
 MAX_ITEMS = 50_000
-TOKEN_FIELDS = ("prompt", "input", "tokens", "allowed_token_ids")
+TOKEN_FIELDS = (
+    *("prompt", "input", "tokens", "allowed_token_ids"),
+    *("text_1", "text_2", "queries", "documents", "items", "data_1", "data_2"),  # of scores
+)
 ENCODINGS = frozenset({"gzip", "x-gzip", "deflate"})
+MAX_DEPTH = 201  # lists and objects in one another, the body itself included, which pydantic's parser takes
 MAX_DIGITS = 400  # a float has at most 309 digits before its point
+TOO_DEEP = "recursion limit exceeded"  # how the parser begins to say it
 DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
+# The escape of a surrogate that is not half of a pair, where no backslash is itself escaped.
+HIGH, LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+LONE_SURROGATE = re.compile(rb"%b(?!%b)|(?<!%b)%b" % (HIGH, LOW, HIGH, LOW))
+ESCAPED_BACKSLASH, PLACEHOLDER = rb"\\", b"\0\0"
 # If a body has too many items, only its beginning is parsed, to name the field in the error.
 HEAD_BYTES = 64 * 1024
 
 
 def parse_body(body: bytes, max_token_items: int) -> Any:
-    """Return the value of a strict JSON body: UTF-8, no NaN, no lone surrogates, bounded nesting.
+    """Return the value of a strict JSON body: UTF-8, no NaN, bounded nesting. A lone surrogate becomes U+FFFD.
 
     Raise HTTPException if the body is not JSON, and RequestError if it has too many items.
     """
@@ -42,11 +52,35 @@ def parse_body(body: bytes, max_token_items: int) -> Any:
 
 
 def strict_json(body: bytes) -> Any:
-    """Return the value of JSON text. Raise HTTPException unless the text is strict JSON (RFC 8259)."""
+    """Return the value of JSON text, in which the escape of a lone surrogate stands for U+FFFD.
+
+    Raise HTTPException unless the text is strict JSON (RFC 8259).
+    """
+    body = _utf8(body)
     try:
-        return from_json(_utf8(body), allow_inf_nan=False)
+        return from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise HTTPException(400, f"the body is not valid JSON: {error}") from error
+        mended = without_lone_surrogates(body)
+        if mended == body:
+            raise HTTPException(400, f"the body is not valid JSON: {json_fault(error)}") from error
+    return strict_json(mended)
+
+
+def json_fault(error: ValueError) -> str:
+    """Return what the parser says is wrong with a JSON text, with the limit if it has too many levels."""
+    deep = str(error).startswith(TOO_DEEP)
+    return f"it has more than {MAX_DEPTH} levels of lists and objects, which is the limit" if deep else str(error)
+
+
+def without_lone_surrogates(text: bytes) -> bytes:
+    """Return JSON text in which each escape of a lone surrogate, which no UTF-8 can hold, is one of U+FFFD.
+
+    A string that was cut inside a pair, in JavaScript for instance, has such a surrogate at its end.
+    """
+    if PLACEHOLDER in text:  # it is no JSON
+        return text
+    text = text.replace(ESCAPED_BACKSLASH, PLACEHOLDER)
+    return LONE_SURROGATE.sub(rb"\\ufffd", text).replace(PLACEHOLDER, ESCAPED_BACKSLASH)
 
 
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:
@@ -67,17 +101,20 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     return whole
 
 
-def body_too_large(limit: int, headers: dict[str, str] | None = None) -> HTTPException:
-    """Return the error for a body of more than `limit` bytes."""
-    return HTTPException(413, f"the body is larger than {limit} bytes (--max-body-mb)", headers)
+def body_too_large(limit: int, size: int | None = None, headers: dict[str, str] | None = None) -> HTTPException:
+    """Return the error for a body of more than `limit` bytes. `size`: None if the rest has not been read."""
+    got = f"more than {limit}" if size is None else str(size)
+    message = f"the body has {got} bytes, the limit is {limit} (--max-body-mb)"
+    return HTTPException(413, message, headers)
 
 
 def count_items(body: bytes, limit: int, *, check_digits: bool = True) -> int:
     """Return the number of items in a JSON text, or any number above `limit` if it has more.
 
-    A list or object counts as one more than its entries. Every step is a pass in C over the text. The step that makes
-    a list of strings comes after their number is known to be bounded. With `check_digits`, raise HTTPException if a
-    number has more than `MAX_DIGITS` digits, since pydantic would parse it in a time that grows with their square.
+    An object or a list counts as one, and so does each of its entries but the first. Every step is a pass in C over the
+    text. The step that makes a list of strings comes after their number is known to be bounded. With `check_digits`,
+    raise HTTPException if a number of a large body has more than `MAX_DIGITS` digits, since pydantic would parse it in
+    a time that grows with their square.
     """
     # For a small body the upper bound, which also counts delimiters in strings, is enough.
     if (count := _count_delimiters(body)) <= MAX_ITEMS and len(body) <= HEAD_BYTES:
@@ -88,7 +125,7 @@ def count_items(body: bytes, limit: int, *, check_digits: bool = True) -> int:
         return fields
     outside = b"".join(body.split(b'"')[::2])
     if check_digits and b"0" * (MAX_DIGITS + 1) in outside.translate(DIGITS_TO_ZERO):
-        raise HTTPException(400, f"the body has a number with more than {MAX_DIGITS} digits")
+        raise HTTPException(400, f"the body has a number with more than {MAX_DIGITS} digits, which is the limit")
     return _count_delimiters(outside)
 
 
@@ -107,7 +144,9 @@ def _utf8(body: bytes) -> bytes:
 def _token_items(value: Any) -> int:
     if not isinstance(value, dict):
         return 0
-    lists = [value[name] for name in TOKEN_FIELDS if isinstance(value.get(name), list)]
+    lists = [given for name in TOKEN_FIELDS if isinstance(given := value.get(name), list) and given]
+    # Documents of a ranking, which are no ids, are validated one by one.
+    lists = [given for given in lists if given is not value.get("documents") or isinstance(given[0], int | list)]
     return sum(len(given) + sum(len(entry) for entry in given if isinstance(entry, list)) for given in lists)
 
 

@@ -37,8 +37,9 @@ class BodyMemory:
     def full(self) -> HTTPException:
         """Return the error for a body that finds no room."""
         message = (
-            f"the bodies of the requests in progress fill the memory for them ({self.limit} bytes): send the request "
-            f"again later; bodies of up to {SMALL_BODY_BYTES} bytes always fit"
+            f"the bodies of the requests in progress fill the memory for them ({self.limit} bytes, or four times "
+            f"--max-body-mb if that is more): send the request again later; bodies of up to "
+            f"{SMALL_BODY_BYTES} bytes always fit"
         )
         return HTTPException(503, message, {"retry-after": "1", "connection": "close"})
 

@@ -1,8 +1,9 @@
 """HTTP connections: accepting them, limiting their number and idle time, and closing them without losing answers.
 
-This replaces three behaviours of uvicorn. It lets a client keep a connection without ever sending a request. It parses
+This replaces four behaviours of uvicorn. It lets a client keep a connection without ever sending a request. It parses
 everything that has arrived without a pause for other connections. It closes a connection while the client is still
-sending, whereupon the client's system discards the answer. In addition, uvloop accepts as many connections as it finds
+sending, whereupon the client's system discards the answer. It closes a connection when the client has sent all that it
+will send, although the answer is to come. In addition, uvloop accepts as many connections as it finds
 and resets those for which no file descriptor is left.
 """
 
@@ -17,13 +18,14 @@ from typing import Any
 
 import h11
 import uvicorn
-from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxserve.server.errors import MAX_VALUE_LENGTH, ErrorResponse, response_parts
 from jaxserve.server.http.auth import PROBES
+from jaxserve.server.http.half_closed import EarlyBeginning
+from jaxserve.server.http.json_text import to_json
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ SURPLUS_IDLE_SECONDS = 0.5
 LOG_INTERVAL = 60.0  # seconds between two warnings
 # Bytes of one connection that are parsed before other connections have their turn.
 SLICE_BYTES = 32 * 1024
+MAX_HEAD_BYTES = 64 * 1024  # of the request line and the headers, with the empty line at their end
 ACCEPTED_AT_ONCE = 16  # connections per event of the loop
 ACCEPT_PAUSE = 0.1  # seconds until the next attempt if a connection cannot be accepted
 TLS_RECORD = b"\x16\x03"  # the beginning of a client's first message in TLS
@@ -96,6 +99,7 @@ class LingeringTransport:
         self.lingering = False
         # Set when more data may arrive although h11 is not receiving a body.
         self.unread = False
+        self.ended = False  # the client has said that it sends nothing more
         self.write = transport.write
         self._transport = transport
         self._conn = conn
@@ -129,7 +133,7 @@ class LingeringTransport:
 
     def close(self) -> None:
         """Close the connection, at once if the client is not sending or this is the second call."""
-        unread = self.unread or self._conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        unread = not self.ended and (self.unread or self._conn.their_state in (h11.SEND_BODY, h11.ERROR))
         if not unread or self.is_closing() or not self._transport.can_write_eof():
             self._transport.close()
             return
@@ -163,6 +167,8 @@ class HttpProtocol(H11Protocol):
         self._begin = b""  # of everything received
         self._backlog = bytearray()  # received and not yet parsed
         self._next_slice: asyncio.Handle | None = None
+        self._half_closed = False  # the client will send nothing more
+        self._early: EarlyBeginning | None = None  # of the answer to a client that has closed its half
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(LingeringTransport(transport, self.conn))  # type: ignore[arg-type]
@@ -175,13 +181,29 @@ class HttpProtocol(H11Protocol):
         self._stop_head_timer()
         self._backlog.clear()
         self.transport.cancel_timer()
+        if self._early is not None:
+            self._early.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection for the answer to a whole request. Return False, which closes it, if there is none."""
+        self.transport.ended = True
+        self._half_closed = self.transport.can_write_eof() and self._is_answering() and not self.transport.is_closing()
+        waits = self._half_closed and not self.cycle.response_started
+        if waits and (self._early is None or not self._early.pending):  # the end may be read twice
+            self._early = EarlyBeginning(self.transport)
+        return self._half_closed
+
+    def _is_answering(self) -> bool:
+        """Return whether a request has arrived as a whole whose response is not complete."""
+        whole = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+        return whole and self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
         self._begin = self._begin or data[: len(TLS_RECORD)]
         if self.transport.lingering:
             self.transport.discard(data)
-        elif not self._backlog and len(data) <= SLICE_BYTES and not self._has_pipelined_requests():
+        elif not self._backlog and len(data) <= self._slice_size() and not self._has_pipelined_requests():
             self._parse(data)
         else:
             self._backlog += data
@@ -199,8 +221,9 @@ class HttpProtocol(H11Protocol):
         self._next_slice = None
         if self._has_pipelined_requests():
             return  # on_response_complete schedules the next slice
-        data = bytes(self._backlog[:SLICE_BYTES])
-        del self._backlog[:SLICE_BYTES]
+        size = self._slice_size()
+        data = bytes(self._backlog[:size])
+        del self._backlog[:size]
         if data and not self.transport.is_closing():
             self._parse(data)
         if self.transport.is_closing():
@@ -214,12 +237,23 @@ class HttpProtocol(H11Protocol):
         if self._next_slice is None:
             self._next_slice = self.loop.call_soon(self._parse_slice)
 
+    def _slice_size(self) -> int:
+        """Return the number of bytes to parse next. A head is never given to h11 beyond the limit.
+
+        h11 limits incomplete heads alone, and would take a longer one whose end has arrived.
+        """
+        if self.conn.their_state is not h11.IDLE:
+            return SLICE_BYTES
+        return max(1, min(SLICE_BYTES, MAX_HEAD_BYTES - len(self.conn.trailing_data[0])))
+
     def _has_pipelined_requests(self) -> bool:
         """Return whether the client has sent many requests while one is being answered."""
         return self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) > SLICE_BYTES
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._half_closed and not self.transport.is_closing() and not self.eof_received():
+            self.transport.close()
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
             self._shared.idle[self] = self.loop.time()
         if self._backlog:
@@ -231,8 +265,8 @@ class HttpProtocol(H11Protocol):
         if not isinstance(error, h11.RemoteProtocolError):
             self._refuse(HTTPException(400, f"not a valid HTTP request: {msg}"))
         elif error.error_status_hint == 431:
-            limit = self.config.h11_max_incomplete_event_size
-            self._refuse(HTTPException(431, f"the head of the request is too long: it may have {limit} bytes"))
+            message = f"the head of the request has more than {MAX_HEAD_BYTES} bytes, which is the limit"
+            self._refuse(HTTPException(431, message))
         elif self._begin.startswith(TLS_RECORD):
             self._refuse(HTTPException(400, "this looks like TLS, but the server speaks plain HTTP: use http://"))
         else:

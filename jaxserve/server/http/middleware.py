@@ -119,7 +119,7 @@ class BodyLimit:
     def _check_announced(self, scope: Scope) -> None:
         for name, value in scope["headers"]:
             if name == b"content-length" and (not value.isdigit() or int(value[:20]) > self._max_bytes):
-                raise self._too_large()
+                raise body_too_large(self._max_bytes, int(value[:20]) if value.isdigit() else None, CLOSE)
 
     async def _read(self, receive: Receive, held: HeldBody) -> bytes | None:
         parts, size = [], 0
@@ -130,13 +130,10 @@ class BodyLimit:
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > self._max_bytes:
-                raise self._too_large()
+                raise body_too_large(self._max_bytes, headers=CLOSE)
             held.resize(size)
             if not message.get("more_body", False):
                 return b"".join(parts)
-
-    def _too_large(self) -> HTTPException:
-        return body_too_large(self._max_bytes, CLOSE)
 
 
 def _encoding(scope: Scope) -> str | None:

@@ -5,7 +5,8 @@ import re
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 REQUEST_ID = b"x-request-id"
-PRINTABLE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+MAX_REQUEST_ID = 128  # characters
+PRINTABLE_ID = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_REQUEST_ID)
 # The beginning of a target that is a whole URL, which servers must accept (RFC 9112, section 3.2.2).
 AUTHORITY = re.compile("https?://[^/]*", re.IGNORECASE)
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Request
-from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.core.errors import JaxserveError
 from jaxserve.server.errors import ClientGone, response_parts
+from jaxserve.server.http.json_text import plain_json, to_json
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,12 @@ def named_event(data: Mapping[str, Any]) -> bytes:
     return b"event: " + data["type"].encode() + b"\n" + event(data)
 
 
+def plain_event(data: Mapping[str, Any]) -> bytes:
+    """Return one server-sent event, named if `data` has a type, by a writer of JSON that knows a text for any value."""
+    text = event(plain_json(data))
+    return b"event: " + data["type"].encode() + b"\n" + text if "type" in data else text
+
+
 def _error_values(error: Exception) -> list[Any]:
     return [response_parts(error)[1]]
 
@@ -51,6 +57,14 @@ class StreamFormat:
     errors: Callable[[Exception], Iterable[Any]] = _error_values
     end: bytes = DONE
     ping: bytes = PING
+
+    def failure(self, error: Exception) -> list[bytes]:
+        """Return the last events of a stream that an error ends, also if the error cannot be shown."""
+        try:
+            return [self.write(value) for value in self.errors(error)]
+        except Exception:
+            logger.exception("the error of a stream cannot be shown")
+            return [plain_event(value) for value in self.errors(RuntimeError())]
 
 
 COMPLETIONS = StreamFormat()
@@ -68,12 +82,28 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     watch = asyncio.ensure_future(disconnected(request.receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
+        if not task.done():
+            raise ClientGone
+        if task.cancelled():
+            raise RuntimeError("a request was cancelled by the server itself")
+        return task.result()
     finally:
         await _cancel(watch)
         await _cancel(task)
+
+
+def failure_of(error: BaseException, what: str) -> Exception:
+    """Return the failure that an error means for the current task, and log one that is a bug.
+
+    Raise the error again if the task itself has been cancelled.
+    """
+    if isinstance(error, JaxserveError):
+        return error
+    task = asyncio.current_task()
+    if not isinstance(error, Exception) and (task is None or task.cancelling()):
+        raise error
+    logger.error("%s failed", what, exc_info=error)
+    return error if isinstance(error, Exception) else RuntimeError(f"{what} was cancelled by the server itself")
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:
@@ -154,11 +184,10 @@ class EventStream(Response):
                 await self._send_event(send, value)
             async for value in self._rest:
                 await self._send_event(send, value)
-        except Exception as error:
-            if not isinstance(error, JaxserveError):
-                logger.exception("a stream failed")
-            for value in self._format.errors(error):
-                await self._send_event(send, value)
+        except (Exception, asyncio.CancelledError) as error:
+            failure = failure_of(error, "a stream")
+            for part in self._format.failure(failure):
+                await _send_part(send, part)
         finally:
             await _cancel(pings)
         await send({"type": "http.response.body", "body": self._format.end, "more_body": False})

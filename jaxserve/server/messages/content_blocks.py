@@ -3,16 +3,16 @@
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
+from jaxserve.engine.tool_messages import INVALID
 from jaxserve.parsing.events import ArgumentsDelta, CallBegun, Event, ReasoningDelta, TextDelta
 from jaxserve.parsing.parser import AnswerFormat
+from jaxserve.server.http.json_text import to_json
 
 StreamEvent = dict[str, Any]
 # Clients demand a signature of thinking, and some leave out blocks whose signature is empty.
 SIGNATURE = "unsigned"
-# Anthropic's key for input that is not valid JSON. The input itself must be an object.
-INVALID = "INVALID_JSON"
 
 
 class ContentBlocks:

@@ -5,12 +5,11 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import to_json
-
 from jaxserve.core.request import CompletionOutput
 from jaxserve.engine.client import EngineClient
 from jaxserve.parsing.parser import AnswerFormat
 from jaxserve.server.answers.generation import GeneratedAnswer, Job, PromptResult, Usage
+from jaxserve.server.http.json_text import to_json
 from jaxserve.server.http.offload import off_loop_if_large
 from jaxserve.server.messages.content_blocks import ContentBlocks, StreamEvent, input_of
 from jaxserve.server.schemas.messages import MessagesBody

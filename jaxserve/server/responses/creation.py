@@ -6,9 +6,11 @@ from functools import partial
 from typing import NamedTuple
 
 from pydantic_core import from_json
+from starlette.requests import Request
 
 from jaxserve.core.errors import ContextLengthExceeded, RequestError
 from jaxserve.server.answers.conversation import ConversationJob, conversation_job
+from jaxserve.server.http.auth import sender_of
 from jaxserve.server.http.offload import off_loop_if_large
 from jaxserve.server.responses.events import ResponseEvents
 from jaxserve.server.responses.items import Shown
@@ -20,7 +22,8 @@ from jaxserve.server.schemas.responses import SEALED_REASONING, ResponsesBody, r
 from jaxserve.server.state import ServerState
 
 PREVIOUS = "previous_response_id"  # the place of items that earlier responses have
-MAX_ITEMS = 20_000  # of a conversation: those of the input, of earlier turns, and those referred to
+# Of a conversation: those of the input, of earlier turns, and those referred to. A body has room for fewer.
+MAX_ITEMS = 20_000
 ITEM_SIZE = 64  # how much the translation of an item costs, compared to a character of JSON
 
 
@@ -35,9 +38,7 @@ class Size(NamedTuple):
         return self.items > limit.items or self.data > limit.data
 
 
-async def create_response(
-    state: ServerState, body: ResponsesBody, owner: Owner, headers: Mapping[str, str]
-) -> RunningResponse:
+async def create_response(state: ServerState, body: ResponsesBody, owner: Owner, request: Request) -> RunningResponse:
     """Return a response that can be generated. Raise RequestError if the body breaks a limit."""
     model, store = state.check_model(body.model), state.responses
     body.check()
@@ -50,7 +51,8 @@ async def create_response(
     names = partial(responses_names, body)
     with names():
         turn, chat = await begin_turn(state, body, owner)
-        make = partial(conversation_job, state, request_id=id, headers=headers, names=names)
+        sender = sender_of(request.scope, state.settings.api_keys)
+        make = partial(conversation_job, state, request_id=id, headers=request.headers, sender=sender, names=names)
         work = await _fitting(make, chat) if body.truncation == "auto" else await make(chat)
     params = work.job.params[0]
     head = {
@@ -117,9 +119,11 @@ def _history(previous: Turn | None, sent: Size, most: Size, *, cut: bool) -> lis
     if sent.exceeds(most) or (size.exceeds(most) and not cut):
         field = "input" if sent.exceeds(most) else PREVIOUS
         raise ContextLengthExceeded(
-            f"{field}: the conversation has more than {most.items} items or {most.data} bytes (--max-body-mb)",
+            f"{field}: the conversation has at least {size.items} items and {size.data} bytes, the limits are "
+            f"{most.items} items and {most.data} bytes (--max-body-mb)",
             field=field,
-            limit=most.items,
+            value=size.items if size.items > most.items else size.data,
+            limit=most.items if size.items > most.items else most.data,
         )
     return turns[::-1]
 

@@ -85,10 +85,23 @@ class ResponseEvents:
             events += self._finish(cut=new.finish_reason == "length")
         return events
 
-    def fail(self, error: Exception) -> list[Json]:
-        """Return the last events of a response that an error ends."""
+    @property
+    def number(self) -> int:
+        """The number of the next event."""
+        return self._number
+
+    def fail(self, error: Exception, sent: int) -> list[Json]:
+        """Return the last events of a response that an error ends.
+
+        `sent`: the number of events that its client has got. What others said is forgotten: items that it does not
+        know, ends that it has not seen.
+        """
         if self.ended:
-            return []
+            self.status = "in_progress"
+        self._number = sent
+        self._items = [item for item in self._items if item.begun is None or item.begun < sent]
+        if self._items and (self._items[-1].done is None or self._items[-1].done >= sent):
+            self._items[-1].status = "in_progress"
         begin = self.begin()
         cause = response_parts(error)[1]["error"]
         code = "server_error"
@@ -98,6 +111,17 @@ class ResponseEvents:
         closed = self._close("incomplete")
         self._ending = {"error": {"code": code, "message": cause["message"]}}
         return [*begin, *closed, self._event("error", **shown), self._end("failed")]
+
+    def fail_plainly(self, sent: int) -> tuple[list[Json], Json]:
+        """Return the last events and the response if its answer cannot be shown: neither has any part of it."""
+        shown = response_parts(RuntimeError())[1]["error"]
+        ending = {"output": [], "incomplete_details": None, "completed_at": None, "usage": None}
+        failed = {**self._head, **ending, "status": "failed", "error": {"code": "server_error", **_message(shown)}}
+        created = {"type": "response.created", "response": {**failed, "status": "in_progress", "error": None}}
+        error = {"type": "error", "code": "server_error", "param": None, **_message(shown)}
+        last = [*([] if sent else [created]), error, {"type": "response.failed", "response": failed}]
+        self._items, self.status, self._number = [], "failed", sent + len(last)
+        return [{**event, "sequence_number": sent + index} for index, event in enumerate(last)], failed
 
     def cancel(self) -> None:
         """End the response because its client does not want it any more, for which there is no event."""
@@ -158,7 +182,7 @@ class ResponseEvents:
     def _open(self, part: Part) -> list[Json]:
         index = len(self._message.calls) - 1
         call_id = self._form.new_call_id(part.name, index) if isinstance(part, Call) else ""
-        item = OutputItem(part, self._shown, call_id)
+        item = OutputItem(part, self._shown, call_id, begun=self._number)
         self._items.append(item)
         events = [self._event("response.output_item.added", **self._place, item=item.as_dict(empty=True))]
         if not isinstance(part, Call):
@@ -181,7 +205,7 @@ class ResponseEvents:
         if not self._items or self._items[-1].status != "in_progress":
             return []
         item = self._items[-1]
-        item.status = status
+        item.status, item.done = status, self._number
         match item.part:
             case Call() if not item.is_custom:
                 kind = "response.function_call_arguments.done"
@@ -225,3 +249,7 @@ class ResponseEvents:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return event
+
+
+def _message(error: Json) -> Json:
+    return {"message": error["message"]}

@@ -28,7 +28,10 @@ class Shown:
 
 @dataclass(eq=False)
 class OutputItem:
-    """A message, reasoning or a call, which grows while its answer is generated."""
+    """A message, reasoning or a call, which grows while its answer is generated.
+
+    `begun`, `done`: the numbers of its first event and of the first of its last events, None as long as there is none.
+    """
 
     part: Part
     shown: Shown
@@ -36,6 +39,8 @@ class OutputItem:
     status: str = "in_progress"
     logprobs: list[Json] = field(default_factory=list)
     id: str = ""
+    begun: int | None = None
+    done: int | None = None
 
     def __post_init__(self) -> None:
         self.id = new_item_id(self.kind)

@@ -5,13 +5,11 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator
 
-from pydantic_core import to_json
-
-from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import RequestOutput
 from jaxserve.server.answers.conversation import ConversationJob
+from jaxserve.server.http.json_text import plain_json, to_json
 from jaxserve.server.http.offload import off_loop_if_large
-from jaxserve.server.http.streaming import named_event
+from jaxserve.server.http.streaming import failure_of, named_event, plain_event
 from jaxserve.server.responses.events import ResponseEvents
 from jaxserve.server.responses.items import Json
 from jaxserve.server.responses.store import ResponseStore, StoredResponse
@@ -38,6 +36,7 @@ class RunningResponse:
         self.events = events
         self._work, self._store, self._stored, self._repeated_size = work, store, stored, repeated_size
         self._task: asyncio.Task[None] | None = None
+        self._sent = 0  # events that have been sent, or logged
 
     @property
     def id(self) -> str:
@@ -57,17 +56,31 @@ class RunningResponse:
         """Yield the events of the response. It is kept before the last one, after which the client may continue it."""
         async with contextlib.aclosing(self._outputs()) as parts:
             async for part in parts:
+                written = await self._write(part)
                 if self.events.ended:
                     self._keep(await self.written())
-                for event in await self._write(part):
+                for event in written:
+                    self._sent += 1
                     yield event
 
     def fail(self, error: Exception) -> list[bytes]:
-        """Return the last events of a stream that an error ends."""
-        events = self.events.fail(error)
-        if events:
-            self._keep(to_json(self.events.response()))
-        return _written_events(events)
+        """Return the last events of a response that an error ends, none if it has ended, and keep it as failed."""
+        if self.events.ended and self._sent >= self.events.number:
+            return []
+        sent = self._sent
+        try:
+            events = _written_events(self.events.fail(error, sent))
+            data = to_json(self.events.response())
+        except Exception:
+            logger.exception("a response that failed cannot be shown")
+            last, response = self.events.fail_plainly(sent)
+            events, data = [plain_event(event) for event in last], plain_json(response)
+        try:
+            self._keep(data)
+        except Exception:
+            logger.exception("a response that failed cannot be kept")
+            self._settle(data)
+        return events
 
     async def start(self) -> bytes:
         """Generate the response in the background, and return it as JSON. Its client gets the rest of it later.
@@ -77,6 +90,7 @@ class RunningResponse:
         stored = self._stored
         assert stored is not None
         events = await self._write(self.events.begin())
+        self._sent = len(events)
         stored.running, stored.data = self, await self.written()
         stored.append(events)
         self._store.put(stored)
@@ -90,10 +104,11 @@ class RunningResponse:
             self._task.cancel()
         await asyncio.wait((self._task,))
 
-    def follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a response in the background after the one with number `after`."""
+    @property
+    def stored(self) -> StoredResponse:
+        """The response as it is kept."""
         assert self._stored is not None
-        return self._stored.follow(after)
+        return self._stored
 
     async def _outputs(self) -> AsyncGenerator[list[Json], None]:
         """Yield the events for each output of the engine."""
@@ -103,26 +118,48 @@ class RunningResponse:
 
     async def _in_background(self) -> None:
         assert self._stored is not None
+        last: list[bytes] = []
         try:
             async with contextlib.aclosing(self._outputs()) as parts:
                 async for part in parts:
-                    await self._log(part)
-        except asyncio.CancelledError:
-            self.events.cancel()
-        except Exception as error:
-            if not isinstance(error, JaxserveError):
-                logger.exception("a response in the background failed")
-            self._stored.append(await self._write(self.events.fail(error)))
-        self._keep(await self.written())
-        self._stored.append([])
+                    last = await self._log(part)
+            self._keep(await self.written())
+        except (Exception, asyncio.CancelledError) as error:
+            last = await self._ended_early(error)
+        self._sent += len(last)
+        self._stored.append(last)
 
-    async def _log(self, events: list[Json]) -> None:
-        """Add events to the log. Raise BackgroundFull if there is no memory for them."""
-        assert self._stored is not None
-        if self._stored.log is not None:
-            self._stored.append(await self._write(events))
-            if self._store.keeps(self._stored):
-                self._store.grow(self._stored)
+    async def _ended_early(self, error: BaseException) -> list[bytes]:
+        """Return the last events of a response in the background that an error or its client ends, and keep it."""
+        try:
+            failure = failure_of(error, "a response in the background")
+        except asyncio.CancelledError:
+            try:
+                self.events.cancel()
+                self._keep(await self.written())
+            except Exception as failed:
+                return self.fail(failed)
+            return []
+        return self.fail(failure)
+
+    async def _log(self, events: list[Json]) -> list[bytes]:
+        """Add events to the log, but return the last ones of the response, which follow once it is kept.
+
+        Raise BackgroundFull if there is no memory for them.
+        """
+        stored = self._stored
+        assert stored is not None
+        if stored.log is None:
+            self._sent = self.events.number
+            return []
+        written = await self._write(events)
+        if self.events.ended:
+            return written
+        self._sent += len(written)
+        stored.append(written)
+        if self._store.keeps(stored):
+            self._store.grow(stored)
+        return []
 
     async def _write(self, events: list[Json]) -> list[bytes]:
         """Return the text of events. Those that repeat a large request or answer are written off the event loop."""
@@ -149,12 +186,16 @@ class RunningResponse:
         if stored is None:
             return
         self._store.end(stored)
+        self._settle(data)
         if stored.background and not self._store.keeps(stored):
             return
-        stored.data = data
-        stored.continuable = self.events.status in ("completed", "incomplete")
         stored.turn.add(map(_without_logprobs, self.events.output))
         self._store.put(stored)
+
+    def _settle(self, data: bytes) -> None:
+        """Let the response be what it is now, as JSON."""
+        if self._stored is not None:
+            self._stored.running, self._stored.data, self._stored.continuable = None, data, True
 
 
 def _written_events(events: list[Json]) -> list[bytes]:

@@ -6,9 +6,12 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from jaxserve.core.errors import QueueFull, RequestError
+from jaxserve.server.errors import response_parts
+from jaxserve.server.http.json_text import to_json
+from jaxserve.server.http.streaming import named_event
 from jaxserve.server.responses.items import Json
 from jaxserve.server.schemas.response_items import Item
 
@@ -115,6 +118,12 @@ class StoredResponse:
             if running is None:
                 return
             await news.wait()
+
+    def follow_failure(self, error: Exception) -> list[bytes]:
+        """Return the last event for one who follows the log, which an error keeps from going on."""
+        cause = response_parts(error)[1]["error"]
+        shown = {name: cause[name] for name in ("code", "message", "param")}
+        return [named_event({"type": "error", "sequence_number": len(self.log or ()), **shown})]
 
     def append(self, events: Sequence[bytes]) -> None:
         """Add events to the log if there is one, and wake those who follow it."""

@@ -13,6 +13,7 @@ from jaxserve.server.answers.completion import CompletionResponse
 from jaxserve.server.answers.generation import Job
 from jaxserve.server.answers.prompts import fim_prompts, tokens_prompts
 from jaxserve.server.errors import rename_error_fields
+from jaxserve.server.http.auth import sender_of
 from jaxserve.server.http.streaming import EventStream, while_connected
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.common import answer_tokens, prompt_tokens_to_keep
@@ -43,7 +44,8 @@ async def completions(body: CompletionBody, request: Request, state: State) -> R
         for prompt, each in zip(prompts, params, strict=True):
             check_params(client.info, each, len(prompt.token_ids))
     trace = TraceContext("text_completion", request.headers)
-    job = Job(new_id("cmpl"), prompts, params, body.priority, body.cache_salt or "", trace)
+    sender = sender_of(request.scope, state.settings.api_keys)
+    job = Job(new_id("cmpl"), prompts, params, body.priority, body.cache_salt or "", trace, sender)
     response = CompletionResponse(client, job, body, model, state.timestamp(), echoed=echoed)
     headers = {"x-request-id": job.id}
     if body.stream:
@@ -60,10 +62,12 @@ async def _prompts(
     keep: int | None,
 ) -> tuple[list[TokensPrompt], list[slice]]:
     """Return the prompts for the engine, and the part of each that is the client's prompt."""
-    special = body.add_special_tokens
+    special, generates = body.add_special_tokens, body.max_tokens != 0
     if fim is not None and body.suffix:
-        return await fim_prompts(client, fim, given, body.suffix, add_special_tokens=special, keep=keep)
-    prompts = await tokens_prompts(client, given, add_special_tokens=special, keep=keep)
+        return await fim_prompts(
+            client, fim, given, body.suffix, add_special_tokens=special, keep=keep, generates=generates
+        )
+    prompts = await tokens_prompts(client, given, add_special_tokens=special, keep=keep, generates=generates)
     return prompts, [slice(None)] * len(prompts)
 
 
@@ -76,7 +80,7 @@ def _params(
     that end an answer beside those of the client, unless it wants answers to go on.
     """
     default = min(max(DEFAULT_MAX_TOKENS, body.min_tokens or 0), room)
-    asked = 1 if body.scores_only else default if body.max_tokens is None else body.max_tokens
+    asked = default if body.max_tokens is None else body.max_tokens
     logprobs = 0 if body.ranked and body.logprobs is None else body.logprobs
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic_core import to_json
 
 from jaxserve.core.request import RequestOutput, TraceContext
 from jaxserve.server.answers.embedding import embed_all, embedding_usage
 from jaxserve.server.answers.generation import with_entries
 from jaxserve.server.answers.prompts import tokens_prompts
 from jaxserve.server.errors import rename_error_fields
+from jaxserve.server.http.json_text import to_json
 from jaxserve.server.http.offload import off_loop_if_large
 from jaxserve.server.http.streaming import while_connected
 from jaxserve.server.routes.json_route import JsonRoute
@@ -31,7 +31,9 @@ async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Res
     given = parse_prompts(body.input, "input", state.settings.max_prompts)
     keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, client.info.max_model_len)
     with rename_error_fields({"prompt": "input"}):
-        prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens, keep=keep, embed=True)
+        prompts = await tokens_prompts(
+            client, given, add_special_tokens=body.add_special_tokens, keep=keep, generates=False
+        )
     request_id = new_id("embd")
     trace = TraceContext("embeddings", request.headers)
     outputs = await while_connected(request, embed_all(client, prompts, request_id, body.priority, trace))

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from jaxserve.server.answers.conversation import conversation_job
 from jaxserve.server.answers.prompts import count_prompt_tokens
 from jaxserve.server.errors import json_response, rename_error_fields, response_parts
+from jaxserve.server.http.auth import sender_of
 from jaxserve.server.http.offload import off_loop_if_large
 from jaxserve.server.http.streaming import EventStream, StreamFormat, named_event, while_connected
 from jaxserve.server.messages.errors import MESSAGES, announcing_long_prompts, messages_error, new_request_id
@@ -29,7 +30,8 @@ async def messages(body: MessagesBody, request: Request, state: State) -> Respon
     chat = await _chat(state, body)
     names, id = partial(rename_error_fields, body.client_names), f"msg_{uuid.uuid4().hex}"
     with names(), announcing_long_prompts():
-        work = await conversation_job(state, chat, request_id=id, headers=request.headers, names=names)
+        sender = sender_of(request.scope, state.settings.api_keys)
+        work = await conversation_job(state, chat, request_id=id, headers=request.headers, sender=sender, names=names)
     response = MessageResponse(work.client, work.job, body, model, work.form)
     request_id = new_request_id()
     headers = {"request-id": request_id, "x-request-id": work.job.id}

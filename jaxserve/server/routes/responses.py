@@ -1,5 +1,6 @@
 """/v1/responses: create, retrieve, cancel and delete responses, list their input, and count input tokens."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ router = APIRouter(tags=["generation"])
 json_router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
 JSON = "application/json"
+MAX_PAGE = 100  # items
 # Clients know the end of a stream by its last event.
 WRITTEN = StreamFormat(write=bytes, errors=lambda error: (), end=b"")
 
@@ -36,12 +38,12 @@ Client = Annotated[Owner, Depends(get_owner)]
 @json_router.post("/v1/responses", response_model=None)
 async def create(body: ResponsesBody, request: Request, state: State, owner: Client) -> Response:
     """Answer a conversation of items."""
-    response = await create_response(state, body, owner, request.headers)
+    response = await create_response(state, body, owner, request)
     headers = {"x-request-id": response.id}
     if body.background:
         whole = await response.start()
         if body.stream:
-            return await EventStream.start(request, response.follow(-1), headers, WRITTEN)
+            return await _follow(request, response.stored, -1, headers)
         return Response(whole, headers=headers, media_type=JSON)
     if body.stream:
         form = replace(WRITTEN, errors=response.fail)
@@ -78,7 +80,7 @@ async def retrieve(
         return await _whole(stored)
     if stored.log is None:
         raise RequestError("stream needs a response that was created with background and stream", field="stream")
-    return await EventStream.start(request, stored.follow(starting_after), {}, WRITTEN)
+    return await _follow(request, stored, starting_after, {})
 
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=None)
@@ -106,7 +108,7 @@ async def list_input_items(
     response_id: str,
     state: State,
     owner: Client,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> dict[str, Any]:
@@ -131,6 +133,11 @@ def _page(stored: StoredResponse, limit: int, order: str, after: str | None) -> 
         "last_id": page[-1] if page else None,
         "has_more": start + limit < len(ids),
     }
+
+
+async def _follow(request: Request, stored: StoredResponse, after: int, headers: Mapping[str, str]) -> EventStream:
+    form = replace(WRITTEN, errors=stored.follow_failure)
+    return await EventStream.start(request, stored.follow(after), headers, form)
 
 
 async def _whole(stored: StoredResponse) -> Response:

@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic_core import to_json
 
 from jaxserve.core.request import TraceContext
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.server.answers.embedding import embed_all, embedding_usage, similarities
 from jaxserve.server.answers.prompts import tokens_prompts
 from jaxserve.server.errors import rename_error_fields
+from jaxserve.server.http.json_text import to_json
 from jaxserve.server.http.offload import off_loop_if_large
 from jaxserve.server.http.streaming import while_connected
 from jaxserve.server.routes.json_route import JsonRoute
@@ -85,7 +85,9 @@ async def _prompts(client: EngineClient, body: EmbeddedBody, side: Side) -> list
     field, texts = side
     keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, client.info.max_model_len)
     with rename_error_fields({"prompt": field}):
-        return await tokens_prompts(client, texts, add_special_tokens=body.add_special_tokens, keep=keep, embed=True)
+        return await tokens_prompts(
+            client, texts, add_special_tokens=body.add_special_tokens, keep=keep, generates=False
+        )
 
 
 def _score_entries(scores: list[float]) -> dict[str, Any]:

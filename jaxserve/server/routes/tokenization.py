@@ -2,8 +2,8 @@
 
 from fastapi import APIRouter, Response
 
-from jaxserve.core.errors import RequestError
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.limits import check_vocabulary
 from jaxserve.server.answers.prompts import encode, render
 from jaxserve.server.errors import json_response, rename_error_fields
 from jaxserve.server.http.offload import off_loop_if_large
@@ -24,6 +24,7 @@ async def tokenize(body: TokenizeBody, state: State) -> Response:
     with rename_error_fields({"prompt": "messages"} if body.prompt is None else {}):
         text = await render(client, body) if body.prompt is None else body.prompt
         (encoded,) = await encode(client, [text], add_special_tokens=special)
+        check_vocabulary(client.info, "prompt", encoded.token_ids)
     tokens = encoded.token_ids
     return await off_loop_if_large(len(tokens), _tokens_answer, client, tokens, body.return_token_strs)
 
@@ -45,9 +46,5 @@ def _tokens_answer(client: EngineClient, tokens: list[int], with_strings: bool) 
 
 
 def _text_answer(client: EngineClient, tokens: list[int]) -> Response:
-    size = client.info.vocab_size
-    wrong = next((token for token in tokens if not 0 <= token < size), None)
-    if wrong is not None:
-        message = f"tokens has the token id {wrong}: token ids go from 0 to {size - 1}"
-        raise RequestError(message, field="tokens", value=wrong, limit=size - 1)
+    check_vocabulary(client.info, "tokens", tokens)
     return json_response({"prompt": client.tokenizer.decode(tokens, skip_special_tokens=False)})

@@ -7,6 +7,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from jaxserve.core.errors import RequestError
 from jaxserve.server.schemas.body import Body, check_fields
 
+MAX_INSTANCES = MAX_DEVICES = 1024  # in one edit of a plan
+MAX_INSTANCE_NAME = 64  # characters
+MAX_POLICY_NAME = 4096  # characters; it may be the path of a file
+
 
 class AdminResponse(BaseModel):
     """The base of responses that engines may extend with fields of their own."""
@@ -28,17 +32,17 @@ class PlanDocument(AdminResponse):
     instances: list[dict]
 
 
-Name = Annotated[str, Field(max_length=64)]  # of an instance
+Name = Annotated[str, Field(max_length=MAX_INSTANCE_NAME)]  # of an instance
 
 
 class PlanEditBody(Body):
     """A change of the set of instances."""
 
     action: Literal["merge", "split", "drop", "restore", "add", "remove", "drain", "undrain"]
-    instances: Annotated[list[Name], Field(default_factory=list, max_length=1024)]
-    into: Annotated[int, Field(ge=2, le=1024)] | None = None  # instances that one is split into; default: 2
+    instances: Annotated[list[Name], Field(default_factory=list, max_length=MAX_INSTANCES)]
+    into: Annotated[int, Field(ge=2, le=MAX_INSTANCES)] | None = None  # instances that one is split into; default: 2
     # Of an instance that is added; default: the first free ones.
-    devices: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=1024)] | None = None
+    devices: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_DEVICES)] | None = None
 
     def check(self) -> None:
         """Raise RequestError for a field that is unknown, even with --ignore-unknown-fields, or has no effect."""
@@ -71,7 +75,7 @@ class StageState(AdminResponse):
 
 
 class InstanceState(AdminResponse):
-    """Where an instance runs, and its load."""
+    """An instance: its name, its devices and its load."""
 
     name: str
     devices: list[int]
@@ -92,6 +96,15 @@ class Room(AdminResponse):
     tokens: int
     longest_tokens: int
     oldest_seconds: float
+
+
+class Quality(AdminResponse):
+    """The expected cost of the plan in force: the rise of the cross-entropy over that of full precision."""
+
+    loss: float  # as a share
+    nats: float | None = None  # a token; null if it was not measured on this model
+    floor: float | None = None  # the largest share that the policy accepts; null if it accepts every one
+    measured: bool  # on this model; otherwise it is assumed
 
 
 class Status(AdminResponse):
@@ -118,6 +131,7 @@ class Status(AdminResponse):
     slo_ttft: float | None = None
     slo_tpot: float | None = None
     max_quality_loss: float | None = None  # share of full precision's cross-entropy
+    quality: Quality | None = None
 
 
 class EditedPlan(AdminResponse):
@@ -187,7 +201,7 @@ class PolicyBody(Body):
     """The policy that decides from now on."""
 
     # Must equal an entry of `Status.policies`, so that clients cannot make the server load other policy files.
-    policy: Annotated[str, Field(min_length=1, max_length=4096)]
+    policy: Annotated[str, Field(min_length=1, max_length=MAX_POLICY_NAME)]
     # Those that differ from the policy's own, as in a policy file; null: no limit.
     settings: dict[str, float | int | bool | str | None] | None = None
 

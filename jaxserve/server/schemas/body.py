@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxserve.core.errors import UnsupportedParameter
 from jaxserve.server.schemas.harmless import HARMLESS
-from jaxserve.server.schemas.unsupported import UNSUPPORTED, Unsupported, check_unsupported
+from jaxserve.server.schemas.unsupported import UNSUPPORTED, Unsupported, asks_for_nothing, check_unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +74,13 @@ class Body(BaseModel):
         """Raise UnsupportedParameter if a field that the body does not define is in `table` or is not `harmless`.
 
         With --ignore-unknown-fields, ignore and log fields that are neither. `place` is the prefix of a field in the
-        error: its parent and a dot. Objects in fields are checked as well.
+        error: its parent and a dot. Objects in fields are checked as well. Values that ask for nothing are accepted.
         """
         known = self.__class__.model_fields
-        ignored = check_fields(
-            self.model_extra or {}, known, table, harmless, place, ignore_unknown=self._ignores_unknown
-        )
+        given = self.model_extra or {}
+        if not place:
+            given = {name: x for name, x in given.items() if name in table or not asks_for_nothing(name, x)}
+        ignored = check_fields(given, known, table, harmless, place, ignore_unknown=self._ignores_unknown)
         if ignored and not place:
             names = ", ".join(repr(name[:40]) for name in ignored[:8])
             logger.info("ignored %d unknown fields: %s", len(ignored), names)

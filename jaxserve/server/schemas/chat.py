@@ -5,10 +5,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import FailFast, Field
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
-from jaxserve.engine.chat_template import text_of
-from jaxserve.server.errors import rename_error_fields
+from jaxserve.engine.chat_messages import silent_content, text_of
 from jaxserve.server.schemas.body import Body, check_fields, expecting
-from jaxserve.server.schemas.common import SamplingBody
+from jaxserve.server.schemas.common import SamplingBody, ThinkingBudget
 from jaxserve.server.schemas.harmless import HARMLESS_IN_MESSAGES, HARMLESS_IN_PARTS
 from jaxserve.server.schemas.tools import ToolsBody, checked_calls
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_MESSAGES
@@ -16,13 +15,26 @@ from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_MESSAGES
 RESERVED_VARIABLES = frozenset(
     {"self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 )
+# Variables of some models' templates that applications set for every model.
+OPTIONAL_VARIABLES = frozenset(
+    {
+        *("enable_thinking", "thinking", "thinking_budget", "thinking_mode", "force_reasoning", "include_reasoning"),
+        *("reasoning_effort", "preserve_thinking", "clear_thinking", "keep_all_reasoning", "truncate_history_thinking"),
+        *("add_vision_id", "date_string", "current_date", "model_identity"),
+        *("builtin_tools", "xml_tools", "python_tools", "tools_in_user_message"),
+    }
+)
 
 
 class ChatMessage(Body):
-    """One message of a conversation. Its content is a text or a list of text parts."""
+    """One message of a conversation. Its content is a text or a list of text parts.
+
+    `refusal`: what an assistant said instead of its content.
+    """
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[str | list[dict[str, Any]] | None, expecting("a string or a list of content parts")] = None
+    refusal: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # alias of reasoning_content
@@ -30,7 +42,10 @@ class ChatMessage(Body):
     tool_call_id: str | None = None  # of a message with role tool: the call that it answers
 
     def as_dict(self, place: str = "messages") -> dict[str, Any]:
-        """Return the message for the chat template. Raise RequestError, naming `place`, if it has images."""
+        """Return the message for the chat template.
+
+        Raise RequestError, naming `place`, if it has images, or no content although its role needs some.
+        """
         if self.role == "function":
             raise UnsupportedParameter(
                 "the role function is not supported: use tool_calls and the role tool",
@@ -47,13 +62,16 @@ class ChatMessage(Body):
         return {"role": self.role, "content": self._text(place)} | {k: v for k, v in given.items() if v is not None}
 
     def _text(self, place: str) -> str:
+        if self.content is None:
+            return silent_content(self.role, self.refusal, place)
         if not isinstance(self.content, list):
-            return self.content or ""
-        with rename_error_fields({"messages.content": f"{place}.content"}):
-            text = text_of(self.content)
+            return self.content or self.refusal or ""
+        text = text_of(self.content, f"{place}.content")
         for index, part in enumerate(self.content):
             where = f"{place}.content.{index}."
-            check_fields(part, ("type", "text"), {}, HARMLESS_IN_PARTS, where, ignore_unknown=self._ignores_unknown)
+            check_fields(
+                part, ("type", "text", "refusal"), {}, HARMLESS_IN_PARTS, where, ignore_unknown=self._ignores_unknown
+            )
         return text
 
 
@@ -94,6 +112,10 @@ class Conversation(ToolsBody):
             "continue_final_message": self.continue_final_message,
         }
 
+    def optional_variables(self) -> frozenset[str]:
+        """Return the variables that may be ignored if the template does not read them."""
+        return OPTIONAL_VARIABLES | ((self.chat_template_kwargs or {}).keys() if self._ignores_unknown else set())
+
 
 class ChatBody(Conversation, SamplingBody):
     """A chat completion as in OpenAI's API reference, with vLLM's additional sampling parameters."""
@@ -106,12 +128,12 @@ class ChatBody(Conversation, SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     include_reasoning: bool = True
-    thinking_token_budget: Annotated[int | None, Field(ge=0)] = None
+    thinking_token_budget: ThinkingBudget = None
 
     def check(self) -> None:
         """Raise RequestError if fields contradict each other or are not supported."""
         self.check_stream()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", field="top_logprobs", value=self.top_logprobs)
 
     @property

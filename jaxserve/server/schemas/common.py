@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from jaxserve.core.allowed_tokens import AllowedTokens
 from jaxserve.core.errors import RequestError
@@ -14,9 +14,19 @@ from jaxserve.server.schemas.harmless import HARMLESS_IN_STREAM_OPTIONS
 from jaxserve.server.schemas.structured import StructuredBody
 
 TOKEN_IDS = {"type": "array", "items": {"type": "integer"}}
-PRIORITY_BOUND = 2**31
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+MAX_SALT = 256  # characters of a cache_salt
 # The value of max_tokens and truncate_prompt_tokens for as many tokens as fit.
 ALL_THAT_FITS = -1
+NO_BUDGET = -1  # the value of thinking_token_budget for reasoning of any length
+Count = Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)]
+"""A number of log-probabilities, where false means that none are wanted."""
+ThinkingBudget = Annotated[
+    int | None, Field(ge=0), BeforeValidator(lambda value: None if value == NO_BUDGET else value)
+]
+"""A limit on the tokens of the reasoning, where -1 means that there is none."""
+Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
+Salt = Annotated[str | None, Field(max_length=MAX_SALT)]
 SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 
 
@@ -61,14 +71,14 @@ class SamplingBody(SamplingFields, StructuredBody):
 
     model: str | None = None
     n: int | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Count = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     truncate_prompt_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[int, Field(ge=-PRIORITY_BOUND, lt=PRIORITY_BOUND)] = 0
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    priority: Priority = 0
+    cache_salt: Salt = None
     user: str | None = None
 
     def sampling_params(self, defaults: Mapping[str, Any], **override: Any) -> SamplingParams:
@@ -78,7 +88,21 @@ class SamplingBody(SamplingFields, StructuredBody):
         if "structured" not in override:
             asked["structured"] = self.structured()
         given = {name: value for name, value in (asked | override).items() if value is not None}
+        tokens = given.get("max_tokens")
+        if tokens is not None and tokens < 1 and not (tokens == 0 and self.shows_prompt):
+            raise RequestError(
+                f"max_tokens is {tokens}: it must be at least 1, or -1 for as many as fit; 0 needs prompt_logprobs, or "
+                "echo in /v1/completions",
+                field="max_tokens",
+                value=tokens,
+                limit=1,
+            )
         return SamplingParams(**{**defaults, "max_tokens": None, **given})
+
+    @property
+    def shows_prompt(self) -> bool:
+        """True if the answer has the prompt's log-probabilities, so that it needs no generated token."""
+        return self.prompt_logprobs is not None
 
     @property
     def client_names(self) -> dict[str, str]:
@@ -88,11 +112,16 @@ class SamplingBody(SamplingFields, StructuredBody):
     def check_stream(self) -> None:
         """Raise RequestError if an unsupported field or a combination with `stream` is given."""
         self.check_extra()
-        if self.stream_options is not None and not self.stream:
+        asks = self.stream_options is not None and (
+            self.stream_options.include_usage or self.stream_options.continuous_usage_stats
+        )
+        if asks and not self.stream:
             raise RequestError("stream_options needs stream to be true", field="stream_options")
 
     def tokens_to_leave(self, asked: int | None) -> int:
         """Return the tokens for which a prompt must leave room. `asked`: max_tokens, None or -1 for as many as fit."""
+        if asked == 0:
+            return 0
         return max(asked or 1, self.min_tokens or 1, 1)
 
     @property
@@ -140,6 +169,8 @@ def _int_keys(bias: dict[str, float] | None) -> dict[int, float] | None:
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise RequestError(
-                f"logit_bias has the key {key[:40]!r}: keys must be token ids", field="logit_bias", value=key
+                f"logit_bias has the key {key[:40]!r}: keys must be token ids of the model",
+                field="logit_bias",
+                value=key,
             )
     return {int(key): value for key, value in bias.items()}

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import WithJsonSchema
 
 from jaxserve.core.errors import RequestError
-from jaxserve.server.schemas.common import SamplingBody
+from jaxserve.server.schemas.common import Count, SamplingBody
 from jaxserve.server.schemas.prompts import PROMPT_SCHEMA
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
@@ -18,7 +18,7 @@ class CompletionBody(SamplingBody):
     max_tokens: int | None = None
     echo: bool = False
     suffix: str | None = None
-    logprobs: int | None = None
+    logprobs: Count = None
     best_of: int | None = None
     add_special_tokens: bool = True
 
@@ -58,6 +58,6 @@ class CompletionBody(SamplingBody):
         return self.candidates > self.answers
 
     @property
-    def scores_only(self) -> bool:
-        """True if only the prompt and its log-probabilities are returned: echo with max_tokens 0."""
-        return self.echo and self.max_tokens == 0
+    def shows_prompt(self) -> bool:
+        """True if the answer has the prompt or its log-probabilities."""
+        return self.echo or super().shows_prompt

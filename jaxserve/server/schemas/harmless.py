@@ -63,6 +63,8 @@ HARMLESS_IN_MESSAGES = frozenset(
         "created_at", "createdAt", "cache_control", "annotations", "citations", "usage", "logprobs", "finish_reason",
         "stop_reason", "weight", "example", "reasoning_details", "thinking_blocks", "provider_specific_fields",
         "provider_metadata", "additional_kwargs", "response_metadata", "usage_metadata",
+        "parsed", "object", "token_ids", "stop_sequence", "stop_details", "container", "context_management",
+        "service_tier", "system_fingerprint",
     }
 )  # fmt: skip
 

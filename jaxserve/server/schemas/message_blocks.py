@@ -6,6 +6,7 @@ from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
+from jaxserve.server.http.json_text import to_json
 from jaxserve.server.schemas.body import Body, expecting
 from jaxserve.server.schemas.harmless import HARMLESS_IN_MESSAGES
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_MESSAGES
@@ -115,7 +116,7 @@ def _assistant(blocks: Iterable[Block]) -> dict[str, Any]:
         match block:
             case {"type": "thinking", "thinking": str() as text}:
                 thinking.append(text)
-            case {"type": "redacted_thinking"}:
+            case {"type": "thinking" | "redacted_thinking"}:
                 pass
             case {"type": "tool_use"}:
                 calls.append(_call(place, block))
@@ -134,8 +135,8 @@ def _call(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
     for field, value in (("id", identity), ("name", name)):
         if not isinstance(value, str):
             raise _wrong(f"{place}.{field}", "a string", value)
-    if not isinstance(arguments, Mapping):
-        raise _wrong(f"{place}.input", "an object", arguments)
+    if not isinstance(arguments, str | Mapping | None):
+        arguments = to_json(arguments).decode()
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -9,10 +9,10 @@ from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.server.messages.errors import ThreadUnsupported
 from jaxserve.server.schemas.body import Body
 from jaxserve.server.schemas.chat import ChatBody
-from jaxserve.server.schemas.common import PRIORITY_BOUND
+from jaxserve.server.schemas.common import Priority, Salt
 from jaxserve.server.schemas.harmless import HARMLESS_IN_MESSAGES_API, HARMLESS_IN_OUTPUT_CONFIG
 from jaxserve.server.schemas.message_blocks import Content, Message, chat_messages, num_blocks
-from jaxserve.server.schemas.unsupported import Unsupported
+from jaxserve.server.schemas.unsupported import Unsupported, unsupported
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 BLOCK_SIZE = 32  # how much the translation of a block costs, compared to a character of text
@@ -20,15 +20,17 @@ BLOCK_SIZE = 32  # how much the translation of a block costs, compared to a char
 EFFORTS = {"xhigh": "high", "max": "high"}
 
 # Fields that the model would have to know of, and those of a chat completion that mean the same under another name.
+INSTEAD = {
+    "stop": ": use stop_sequences",
+    "response_format": ": use output_config.format",
+    "enable_thinking": ": use thinking",
+    "reasoning_effort": ": use output_config.effort",
+    "mcp_servers": ": the client must call these tools itself",
+    "container": ": this server runs no code",
+    "compaction": ": the client must shorten the conversation itself",
+}
 UNSUPPORTED_IN_MESSAGES_API: Mapping[str, Unsupported] = {
-    **dict.fromkeys(ChatBody.model_fields, Unsupported("")),
-    "stop": Unsupported(": use stop_sequences"),
-    "response_format": Unsupported(": use output_config.format"),
-    "enable_thinking": Unsupported(": use thinking"),
-    "reasoning_effort": Unsupported(": use output_config.effort"),
-    "mcp_servers": Unsupported(": the client must call these tools itself"),
-    "container": Unsupported(": this server runs no code"),
-    "compaction": Unsupported(": the client must shorten the conversation itself"),
+    name: unsupported(name, INSTEAD.get(name, "")) for name in (*ChatBody.model_fields, *INSTEAD)
 }
 
 
@@ -46,7 +48,7 @@ class Thinking(Body):
 
 
 class ToolChoice(Body):
-    """Which tools the answer calls."""
+    """The choice of the tools that the answer calls."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None  # with type "tool"
@@ -199,8 +201,8 @@ class MessagesBody(PromptBody):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    priority: Annotated[int, Field(ge=-PRIORITY_BOUND, lt=PRIORITY_BOUND)] = 0
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    priority: Priority = 0
+    cache_salt: Salt = None
 
     @property
     def eager_tools(self) -> frozenset[str]:

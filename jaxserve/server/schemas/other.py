@@ -2,12 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import FailFast, Field, WithJsonSchema
+from pydantic import FailFast, WithJsonSchema
 
 from jaxserve.core.errors import RequestError
 from jaxserve.server.schemas.body import Body
 from jaxserve.server.schemas.chat import ChatMessage, Conversation
-from jaxserve.server.schemas.common import PRIORITY_BOUND, SamplingBody
+from jaxserve.server.schemas.common import Priority, SamplingBody
 from jaxserve.server.schemas.harmless import HARMLESS
 from jaxserve.server.schemas.prompts import PROMPT_SCHEMA
 from jaxserve.server.schemas.unsupported import (
@@ -26,7 +26,7 @@ class EmbeddedBody(Body):
     model: str | None = None
     user: str | None = None
     add_special_tokens: bool = True
-    priority: Annotated[int, Field(ge=-PRIORITY_BOUND, lt=PRIORITY_BOUND)] = 0
+    priority: Priority = 0
     truncate_prompt_tokens: int | None = None
 
 

@@ -1,7 +1,6 @@
 """The items of the Responses API - messages, reasoning, calls and their outputs - as messages of a conversation."""
 
 import base64
-import binascii
 import json
 import uuid
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -101,7 +100,7 @@ def _unseal(sealed: Any) -> str:
         return ""
     try:
         return base64.b64decode(sealed.removeprefix(SEALED), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # neither base64 nor, decoded, UTF-8
         return ""
 
 

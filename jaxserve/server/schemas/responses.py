@@ -8,13 +8,14 @@ from typing import Annotated, Any, Literal
 from pydantic import FailFast, Field
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
-from jaxserve.server.errors import rename_field
+from jaxserve.server.errors import rename_field, rename_max_tokens
 from jaxserve.server.http.offload import MAX_INLINE_SIZE
 from jaxserve.server.schemas.body import Body, expecting
 from jaxserve.server.schemas.chat import ChatBody
-from jaxserve.server.schemas.common import PRIORITY_BOUND, SamplingFields
+from jaxserve.server.schemas.common import Priority, Salt, SamplingFields, ThinkingBudget
 from jaxserve.server.schemas.response_items import Item, messages_of
 from jaxserve.server.schemas.response_tools import KINDS, ClientTool, chat_tool_choice, client_tools
+from jaxserve.server.schemas.tools import ToolChoice
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_RESPONSES
 
 LOGPROBS = "message.output_text.logprobs"
@@ -108,7 +109,7 @@ class ResponsesBody(SamplingFields):
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
     max_tool_calls: Annotated[int | None, Field(ge=1)] = None  # of tools that a server runs itself
     tools: Annotated[list[dict[str, Any]] | None, FailFast()] = None
-    tool_choice: Annotated[str | dict[str, Any] | None, expecting("a string or an object")] = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
@@ -123,9 +124,9 @@ class ResponsesBody(SamplingFields):
     structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
-    thinking_token_budget: Annotated[int | None, Field(ge=0)] = None
-    priority: Annotated[int, Field(ge=-PRIORITY_BOUND, lt=PRIORITY_BOUND)] = 0
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    thinking_token_budget: ThinkingBudget = None
+    priority: Priority = 0
+    cache_salt: Salt = None
 
     def model_post_init(self, context: Any, /) -> None:
         """Drop tools that the client does not run itself, if the server ignores what it does not know."""
@@ -142,7 +143,7 @@ class ResponsesBody(SamplingFields):
                 )
         if self.background and not self.store:
             raise RequestError("background needs store to be true", field="background", value=True)
-        if self.stream_options is not None and not self.stream:
+        if any((self.stream_options or {}).values()) and not self.stream:
             raise RequestError("stream_options needs stream to be true", field="stream_options")
         if self.input is None and self.previous_response_id is None:
             error = RequestError("input is missing", field="input")
@@ -228,6 +229,7 @@ def responses_names(body: ResponsesBody) -> Iterator[None]:
         for name, own in NAMES_OF_PARTS.items():
             message, field = message.replace(name, own), field.replace(name, own)
         error.args, error.field = (message,), field or None
+        rename_max_tokens(error, NAMES["max_tokens"])
         if found := re.match(r"tools\.(\d+)\.function", field):
             place = body.client_tools()[int(found[1])].place
             rename_field(error, place + field.removeprefix(found[0]))

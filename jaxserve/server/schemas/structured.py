@@ -76,7 +76,11 @@ def _of_response_format(given: Mapping[str, Any]) -> Iterator[StructuredOutput]:
                 "response_format.json_schema.schema must be a JSON schema", field="response_format.json_schema.schema"
             )
         check_fields(form, ("schema", "name", "description", "strict"), {}, (), "response_format.json_schema.")
-        yield StructuredOutput(json=form["schema"], place="response_format.json_schema.schema")
+        strict = form.get("strict")
+        if not isinstance(strict, bool | None):
+            field = "response_format.json_schema.strict"
+            raise RequestError(f"{field} must be true or false", field=field, value=strict)
+        yield StructuredOutput(json=form["schema"], strict=bool(strict), place="response_format.json_schema.schema")
     elif kind == "json_object":
         schema = asked.pop("schema", None)  # llama.cpp takes a schema here
         yield (

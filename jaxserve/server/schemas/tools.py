@@ -4,22 +4,36 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import FailFast
+from pydantic import BeforeValidator, FailFast
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
+from jaxserve.parsing.keyword_values import TYPES
 from jaxserve.parsing.tools import Tool, ToolUse
 from jaxserve.server.schemas.body import Body, expecting
 
 MAX_TOOLS = 1024
-NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+MAX_TOOL_NAME = 128  # characters of a tool's name
+NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 MODES = ("none", "auto", "required")
+
+
+def _mode(choice: Any) -> Any:
+    """Return the mode of an object that has nothing else, as other APIs write it, and other values as they are."""
+    match choice:
+        case {"type": "none" | "auto" | "required" as mode} if len(choice) == 1:
+            return mode
+    return choice
+
+
+ToolChoice = Annotated[str | dict[str, Any] | None, BeforeValidator(_mode), expecting("a string or an object")]
+"""Which tools an answer calls: a mode, or an object that names tools."""
 
 
 class ToolsBody(Body):
     """The fields of OpenAI's API about tools."""
 
     tools: Annotated[list[dict[str, Any]] | None, FailFast()] = None
-    tool_choice: Annotated[str | dict[str, Any] | None, expecting("a string or an object")] = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool = True
 
     def model_post_init(self, context: Any, /) -> None:
@@ -41,7 +55,13 @@ class ToolsBody(Body):
         chosen = _Choice.of(choice, {tool.name for tool in tools})
         callable_tools = tuple(tool for tool in tools if chosen.names is None or tool.name in chosen.names)
         limited = len(callable_tools) < len(tools)
-        return ToolUse(callable_tools, required=chosen.required, limited=limited, parallel=self.parallel_tool_calls)
+        return ToolUse(
+            callable_tools,
+            required=chosen.required,
+            limited=limited,
+            parallel=self.parallel_tool_calls and not chosen.named,
+            named=chosen.named,
+        )
 
     def template_tools(self) -> list[dict[str, Any]] | None:
         """Return the definitions for the chat template, None if the model shall not see any.
@@ -78,10 +98,13 @@ class ToolsBody(Body):
 
 
 class _Choice:
-    """The demand of `tool_choice`. `names`: the only tools that may be called, None for all."""
+    """The demand of `tool_choice`.
 
-    def __init__(self, required: bool, names: set[str] | None = None):
-        self.required, self.names = required, names
+    `names`: the only tools that may be called, None for all. `named`: it is one tool, to be called exactly once.
+    """
+
+    def __init__(self, required: bool, names: set[str] | None = None, *, named: bool = False):
+        self.required, self.names, self.named = required, names, named
 
     @classmethod
     def of(cls, choice: str | Mapping[str, Any], known: set[str]) -> "_Choice":
@@ -89,7 +112,7 @@ class _Choice:
             case "auto" | "required":
                 return cls(choice == "required")
             case {"type": "function", "function": {"name": str() as name}}:
-                return cls(True, {_known(name, known, "tool_choice.function.name")})
+                return cls(True, {_known(name, known, "tool_choice.function.name")}, named=True)
             case {
                 "type": "allowed_tools",
                 "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list() as allowed},
@@ -115,7 +138,7 @@ def _name_in(tool: Any, field: str) -> str:
 
 def _known(name: str, known: set[str], field: str) -> str:
     if name not in known:
-        raise RequestError(f"{field} is {name[:128]!r}, which is not among tools", field=field, value=name)
+        raise RequestError(f"{field} is {name[:MAX_TOOL_NAME]!r}, which is not among tools", field=field, value=name)
     return name
 
 
@@ -133,24 +156,32 @@ def _tool(given: Mapping[str, Any], place: str) -> Tool:
         raise RequestError(f"{place}.function must be an object", field=f"{place}.function", value=function)
     place = f"{place}.function"
     name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise RequestError(
-            f"{place}.name must have 1 to 128 letters, digits and characters of _.:/-",
-            field=f"{place}.name",
-            value=name,
-        )
+    _check_name(name, f"{place}.name")
     if not isinstance(function.get("description", ""), str | None):
         raise RequestError(f"{place}.description must be a string", field=f"{place}.description")
     if not isinstance(parameters, Mapping | None):
         raise RequestError(f"{place}.parameters must be a JSON schema", field=f"{place}.parameters", value=parameters)
-    kind = (parameters or {}).get("type")
-    if kind is not None and "object" not in (kind if isinstance(kind, list) else [kind]):
-        field = f"{place}.parameters"
-        raise RequestError(f"{field} has the type {str(kind)[:40]!r}: it must be object", field=field, value=kind)
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
         raise RequestError(f"{place}.strict must be true or false", field=f"{place}.strict", value=strict)
+    kind = (parameters or {}).get("type")
+    kinds = kind if isinstance(kind, list) else [kind]
+    # Types that do not exist are left out of account like everything that cannot be held, unless the tool is strict.
+    exist = bool(kinds) and all(each in TYPES for each in kinds)
+    if kind is not None and "object" not in kinds and (strict or exist):
+        field = f"{place}.parameters"
+        raise RequestError(f"{field} has the type {str(kind)[:40]!r}: it must be object", field=field, value=kind)
     return Tool(name, parameters, bool(strict), f"{place}.parameters")
+
+
+def _check_name(name: Any, field: str) -> None:
+    if isinstance(name, str) and len(name) > MAX_TOOL_NAME:
+        message = f"{field} has {len(name)} characters, the limit is {MAX_TOOL_NAME}"
+        raise RequestError(message, field=field, value=len(name), limit=MAX_TOOL_NAME)
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        got = repr(name) if isinstance(name, str) else "missing" if name is None else f"of type {type(name).__name__}"
+        message = f"{field} is {got}: it must have 1 to {MAX_TOOL_NAME} letters, digits and characters of _.:/-"
+        raise RequestError(message, field=field, value=name)
 
 
 def checked_calls(calls: Sequence[Any], place: str) -> list[dict[str, Any]]:
@@ -162,11 +193,22 @@ def checked_calls(calls: Sequence[Any], place: str) -> list[dict[str, Any]]:
 
 
 def _call(given: Any, place: str) -> dict[str, Any]:
+    kind = given.get("type") or "function"
+    if kind != "function":
+        raise UnsupportedParameter(
+            f"{place}.type is {str(kind)[:40]!r}, which is not supported: it must be function",
+            field=f"{place}.type",
+            value=kind,
+        )
     match given:
-        case {"function": {"name": str() as name, **function}} if given.get("type", "function") == "function":
+        case {"function": {"name": str() as name, **function}}:
             arguments = function.get("arguments")
         case _:
-            raise RequestError(f"{place} must be the call of a function", field=place, value=given)
+            raise RequestError(
+                f"{place} must be the call of a function: an object whose field function has a name and arguments",
+                field=place,
+                value=given,
+            )
     if not isinstance(arguments, str | Mapping | None):
         field = f"{place}.function.arguments"
         raise RequestError(f"{field} must be JSON in a string", field=field, value=arguments)

@@ -5,14 +5,38 @@ instead if one exists. A field that is neither in these tables nor in `harmless`
 and whatever its value, because nobody knows what it would do.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.core.errors import UnsupportedParameter
+from jaxserve.core.keywords import EMPTY, is_one_of
 
-EMPTY = ("", [], {}, False)
 OFF = (0, False)
+NO_TOOL = ("none", "auto", {"type": "none"}, {"type": "auto"})
+
+# The values of fields for generation that ask for nothing. Bodies that do not define such a field accept these.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("n", "best_of", "temperature", "top_p", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "top_logprobs"), (0,)),
+    **dict.fromkeys(
+        ("include_reasoning", "add_generation_prompt", "parallel_tool_calls", "skip_special_tokens"), (True,)
+    ),
+    **dict.fromkeys(
+        ("include_stop_str_in_output", "ignore_eos", "logprobs", "prompt_logprobs", "stream", "echo"), (False,)
+    ),
+    **dict.fromkeys(("stop", "stop_token_ids", "bad_words"), ([],)),  # an empty stop string is a mistake
+    "top_k": (0, -1),
+    "seed": (-1,),
+    "logit_bias": ({},),
+    "structured_outputs": ({},),
+    "guided_choice": ([],),
+    "stream_options": ({}, {"include_usage": False}),
+    "response_format": ({}, {"type": "text"}),
+    "tool_choice": NO_TOOL,
+    "thinking_token_budget": (-1,),
+    "enable_thinking": (),  # both values ask for something
+}
 
 
 @dataclass(frozen=True)
@@ -20,7 +44,7 @@ class Unsupported:
     """The reason why a field is refused, and the `neutral` values with which it changes nothing and is accepted."""
 
     reason: str
-    neutral: tuple[Any, ...] = EMPTY
+    neutral: tuple[Any, ...]
 
 
 def check_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupported], place: str = "") -> None:
@@ -30,25 +54,30 @@ def check_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupported]
     """
     for name, value in given.items():
         unsupported = table.get(name)
-        if unsupported is not None and value is not None and not _is_one_of(value, unsupported.neutral):
+        if unsupported is not None and value is not None and not is_one_of(value, unsupported.neutral):
             raise UnsupportedParameter(f"{name} is not supported{unsupported.reason}", field=place + name, value=value)
 
 
-def _is_one_of(value: Any, neutral: Iterable[Any]) -> bool:
-    """Return whether a value is neutral. Python compares True equal to 1 and False to 0, JSON does not."""
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
+def asks_for_nothing(name: str, value: Any) -> bool:
+    """Return whether a field for generation has a value that changes nothing."""
+    return is_one_of(value, NEUTRAL.get(name, ()))
 
 
-def _because(reason: str, *names: str, neutral: tuple[Any, ...] = EMPTY) -> dict[str, Unsupported]:
-    return dict.fromkeys(names, Unsupported(f": {reason}", neutral))
+def unsupported(name: str, reason: str = "", neutral: tuple[Any, ...] | None = None) -> Unsupported:
+    """Return the refusal of a field. By default the values that are empty or ask for nothing are `neutral`."""
+    return Unsupported(reason, NEUTRAL.get(name, EMPTY) if neutral is None else neutral)
 
 
-def _use(field: str, *names: str, neutral: tuple[Any, ...] = EMPTY) -> dict[str, Unsupported]:
+def _because(reason: str, *names: str, neutral: tuple[Any, ...] | None = None) -> dict[str, Unsupported]:
+    return {name: unsupported(name, f": {reason}", neutral) for name in names}
+
+
+def _use(field: str, *names: str, neutral: tuple[Any, ...] | None = None) -> dict[str, Unsupported]:
     return _because(f"use {field}", *names, neutral=neutral)
 
 
-def _refused(*names: str, neutral: tuple[Any, ...] = EMPTY) -> dict[str, Unsupported]:
-    return dict.fromkeys(names, Unsupported("", neutral))
+def _refused(*names: str, neutral: tuple[Any, ...] | None = None) -> dict[str, Unsupported]:
+    return {name: unsupported(name, "", neutral) for name in names}
 
 
 UNSUPPORTED_IN_PROMPTS: Mapping[str, Unsupported] = {
@@ -68,9 +97,11 @@ UNSUPPORTED_IN_PROMPTS: Mapping[str, Unsupported] = {
     **_use("cache_salt", "extra_key"),
     **_use("add_special_tokens", "add_bos_token", neutral=(True,)),
     **_because("the model's own template is used", "chat_template", "template", "prompt_template"),
-    **_because("it is for /v1/chat/completions", "chat_template_kwargs", "enable_thinking", "continue_final_message"),
+    **_because("it is for /v1/chat/completions", "chat_template_kwargs", "continue_final_message"),
+    **_because("it is for /v1/chat/completions", "enable_thinking", neutral=(False,)),
     **_because("it is for /v1/chat/completions", "add_generation_prompt", neutral=(True,)),
-    **_because("it is for /v1/chat/completions", "messages", "reasoning_effort"),
+    **_because("it is for /v1/chat/completions", "messages"),
+    **_because("it is for /v1/chat/completions", "reasoning_effort", neutral=("", "none")),
     **_because("use reasoning_effort in /v1/chat/completions", "reasoning"),
     **_because("it is for /v1/completions", "prompt"),
     **_use("enable_thinking or chat_template_kwargs", "think", "thinking", neutral=()),
@@ -80,8 +111,8 @@ UNSUPPORTED_IN_PROMPTS: Mapping[str, Unsupported] = {
 UNSUPPORTED: Mapping[str, Unsupported] = {
     **UNSUPPORTED_IN_PROMPTS,
     # tools, and structured output under other names
-    **_use("tool_choice", "function_call", neutral=("none", "auto")),
-    **_because("tools are for /v1/chat/completions", "tool_choice", neutral=("none", "auto")),
+    **_use("tool_choice", "function_call", neutral=NO_TOOL),
+    **_because("tools are for /v1/chat/completions", "tool_choice"),
     **_use("response_format", "format", "response_schema", neutral=("",)),
     **_use("grammar", "grammar_string", neutral=("",)),
     **_refused("guided_whitespace_pattern"),
@@ -121,8 +152,8 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_use("echo", "return_full_text", neutral=(False,)),
     # reasoning
     **_use("thinking_token_budget", "thinking_budget", "thinking_budget_tokens", "reasoning_budget", neutral=(-1,)),
-    **_because("it is for /v1/chat/completions", "thinking_token_budget", neutral=(-1,)),
-    **_because("it is for /v1/chat/completions", "include_reasoning", neutral=(True,)),
+    **_because("it is for /v1/chat/completions", "thinking_token_budget"),
+    **_because("it is for /v1/chat/completions", "include_reasoning"),
     **_use("include_reasoning", "separate_reasoning", neutral=(True,)),
     **_use("include_reasoning", "reasoning_format", neutral=("auto", "deepseek")),
     **_refused("stream_reasoning", neutral=(True,)),
@@ -132,7 +163,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_refused("enable_search", "search_options", "search_parameters", "web_search_options"),
     **_because("an answer is sent in the response to its request", "background", "deferred"),
     **_because("an answer of this endpoint is sent as a whole", "stream", neutral=(False,)),
-    **_refused("best_of", neutral=(1,)),
+    **_refused("best_of"),
     **_use("logprobs", "top_logprobs", "top_logprobs_num", "n_probs", "top_n_tokens", neutral=(0,)),
     **_use("logprobs", "return_logprob", "details", neutral=(False,)),
     **_use("prompt_logprobs", "decoder_input_details", neutral=(False,)),
@@ -178,7 +209,7 @@ UNSUPPORTED_IN_MESSAGES: Mapping[str, Unsupported] = {
     **_because("this model reads text only", "images", "audio", "videos"),
     **_use("continue_final_message, with add_generation_prompt false,", "prefix", "partial"),
     **_use("reasoning_content", "thinking"),
-    **_because("send it as content", "refusal", "parts"),
+    **_because("send it as content", "parts"),
     **_refused("invalid_tool_calls"),
 }
 
@@ -208,12 +239,12 @@ UNSUPPORTED_IN_RESPONSES: Mapping[str, Unsupported] = {
     **_use("max_output_tokens", "max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict", neutral=()),
     **_use("max_output_tokens", "num_predict", "max_length", "max_gen_len", "max_tokens_to_sample", neutral=()),
     **_use("text.format", "response_format", "format", "response_schema"),
-    **_use("reasoning.effort", "reasoning_effort"),
+    **_use("reasoning.effort", "reasoning_effort", neutral=("", "none")),
     **_use("text.verbosity", "verbosity", neutral=("medium",)),
     **_use("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     **_use("structured_outputs", "json_schema", "grammar", "regex", "ebnf"),
     **_use("include", "logprobs"),
-    **_refused("n", neutral=(1,)),
+    **_refused("n"),
     **_refused("conversation", "prompt", "context_management", "moderation", "background_options"),
     **_refused("image", "access_programs", "personality"),
     **_refused("prompt_logprobs", "return_token_ids", "enable_response_messages", "previous_input_messages"),
