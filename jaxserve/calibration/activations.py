@@ -1,9 +1,8 @@
 """The inputs of every weight when a model reads calibration text, computed one layer at a time.
 
-Axes: L tokens of a sequence, E hidden, C inputs of a weight (its contracted axes as one), R sampled rows of inputs.
+Axes: N sequences of L tokens, B of them at once, E hidden, C inputs of a weight (its contracted axes as one).
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,44 +14,31 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxserve.calibration.sensitivity.chain import rows_attend
 from jaxserve.checkpoint.loader import Checkpoint
 from jaxserve.core.block_names import layer_name
 from jaxserve.core.config import ModelConfig
-from jaxserve.core.numeric import ceil_div
 from jaxserve.kernels import DeferredSwiGLU, ProjectedQKV, matmul
 from jaxserve.models import DecoderLayer, rope_cos_sin
-from jaxserve.models.dense import dense_causal_attend, restore_block
+from jaxserve.models.dense import restore_block
 from jaxserve.models.layers import MLP
 
-MAX_ROWS = 2048  # sampled rows of inputs for each weight
+BATCH_TOKENS = 4096  # tokens that a layer reads at once
+EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Statistics of the inputs x of one weight over all calibration text."""
+    """Means over all calibration text of the inputs x of one weight.
 
-    rows: Float[Array, "R C"]
+    Inputs of products that add to the residual stream are divided by its root mean square at each token. The next norm
+    divides by it as well, so that an error counts by its share. Otherwise the first token of a text would outweigh all
+    others in many models: its residual stream is hundreds of times larger.
+    """
+
     mean_abs: Float[Array, "C"]
+    mean_square: Float[Array, "C"]
     gram: Float[Array, "C C"] | None  # the mean of x xᵀ, if `calibrate` was called with `gram`
-
-
-class _Observed:
-    """Statistics of one weight's inputs, collected over sequences."""
-
-    def __init__(self) -> None:
-        self._rows: list[Array] = []  # joined once, because joining pairs would compile a program for every length
-        self._sums: tuple[Array, Array | None] | None = None
-
-    def add(self, seen: Inputs) -> None:
-        """Add the inputs of one more sequence."""
-        self._rows.append(seen.rows)
-        more = (seen.mean_abs, seen.gram)
-        self._sums = more if self._sums is None else jax.tree.map(jnp.add, self._sums, more)
-
-    def mean(self) -> Inputs:
-        """Return the rows of all sequences, and the means over the sequences."""
-        mean_abs, gram = jax.tree.map(lambda total: total / len(self._rows), self._sums)
-        return Inputs(jnp.concatenate(self._rows), mean_abs, gram)
 
 
 class Calibrated(NamedTuple):
@@ -73,50 +59,46 @@ def calibrate(checkpoint: Checkpoint, tokens: Int[np.ndarray, "N L"], *, gram: b
     checkpoint = replace(checkpoint, config=replace(checkpoint.config, dtype="float32"))
     config = checkpoint.config
     embed = restore_block(config, "embed", checkpoint.block("embed"))
-    hidden = [embed(jnp.asarray(sequence)) for sequence in tokens]
+    hidden = [embed(jnp.asarray(batch.reshape(-1))).reshape(*batch.shape, -1) for batch in _batches(tokens)]
     del embed
-    sampled = _spread(tokens.shape[1], ceil_div(MAX_ROWS, len(tokens)))
     for index in range(config.num_layers):
         leaves = checkpoint.block(layer_name(index))
         graph, state = nnx.split(restore_block(config, layer_name(index), leaves))
-        observe = partial(_observe, config, graph, config.window(index), gram, state, sampled)
-        observed: dict[str, _Observed] = defaultdict(_Observed)
+        observe = partial(_observe, config, graph, config.window(index), gram, state)
+        observed = []
         for i, x in enumerate(hidden):
             hidden[i], seen = observe(x)
-            for name, inputs in seen.items():
-                observed[name].add(inputs)
+            observed.append(seen)
         del graph, state, observe
-        yield Calibrated(index, leaves, {name: inputs.mean() for name, inputs in observed.items()})
+        yield Calibrated(index, leaves, jax.tree.map(lambda *each: sum(each) / len(each), *observed))
 
 
-def _spread(length: int, count: int) -> Int[np.ndarray, "R"]:
-    """Return `count` positions spread evenly over a sequence."""
-    return np.unique(np.linspace(0, length - 1, min(count, length)).astype(np.int32))
+def _batches(tokens: Int[np.ndarray, "N L"]) -> list[Int[np.ndarray, "B L"]]:
+    """Divide the sequences into batches of one size, so that one program is enough."""
+    rows, length = tokens.shape
+    count = next(n for n in range(1, rows + 1) if rows % n == 0 and (rows // n * length <= BATCH_TOKENS or n == rows))
+    return np.split(tokens, count)
 
 
-jax.tree_util.register_dataclass(Inputs, data_fields=["rows", "mean_abs", "gram"], meta_fields=[])
+jax.tree_util.register_dataclass(Inputs, data_fields=["mean_abs", "mean_square", "gram"], meta_fields=[])
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _observe(
-    config: ModelConfig,
-    graph: nnx.GraphDef,
-    window: int | None,
-    gram: bool,
-    state: nnx.State,
-    sampled: Int[Array, "R"],
-    x: Float[Array, "L E"],
-) -> tuple[Float[Array, "L E"], dict[str, Inputs]]:
-    """Return the layer's output for a sequence, and the inputs of its weights at the positions `sampled`."""
-    positions = jnp.arange(len(x))
-    attend = dense_causal_attend(positions, window=window, scale=config.head_dim**-0.5)
-    y, seen = _with_inputs(nnx.merge(graph, state), x, *rope_cos_sin(config, positions), attend)
+    config: ModelConfig, graph: nnx.GraphDef, window: int | None, gram: bool, state: nnx.State,
+    x: Float[Array, "B L E"],
+) -> tuple[Float[Array, "B L E"], dict[str, Inputs]]:  # fmt: skip
+    """Return the layer's output for a batch of sequences, and the inputs of its weights."""
+    rows, length, size = x.shape
+    attend = rows_attend(rows, length, window, config.head_dim)
+    cos_sin = rope_cos_sin(config, jnp.tile(jnp.arange(length), rows))
+    y, seen = _with_inputs(nnx.merge(graph, state), x.reshape(-1, size), *cos_sin, attend)
 
     def summary(x: Array) -> Inputs:
-        x = x.reshape(len(positions), -1)
-        return Inputs(x[sampled], jnp.abs(x).mean(axis=0), x.T @ x / len(x) if gram else None)
+        x = x.reshape(rows * length, -1)
+        return Inputs(jnp.abs(x).mean(axis=0), jnp.square(x).mean(axis=0), x.T @ x / len(x) if gram else None)
 
-    return y, {name: summary(inputs) for name, inputs in seen.items()}
+    return y.reshape(x.shape), {name: summary(inputs) for name, inputs in seen.items()}
 
 
 def _with_inputs(
@@ -133,12 +115,17 @@ def _with_inputs(
     normed = layer.input_norm(x)
     x = layer.attention(normed, cos, sin, keep_attended, x)
     inner = layer.post_norm(x)
-    seen = {"attention.qkv": normed, "attention.o": attended}
+    y = layer.mlp(inner, x)
+    seen = {"attention.qkv": normed, "attention.o": attended.reshape(len(x), -1) / _rms(x)}
     if isinstance(layer.mlp, MLP):
         gate_up = matmul(inner, layer.mlp.gate_up[...])
         if layer.mlp.gate_up_bias is not None:
             gate_up += layer.mlp.gate_up_bias[...]
-        seen |= {"mlp.gate_up": inner, "mlp.down": DeferredSwiGLU(gate_up).value()}
+        seen |= {"mlp.gate_up": inner, "mlp.down": DeferredSwiGLU(gate_up).value().reshape(len(x), -1) / _rms(y)}
     else:
         seen |= {"mlp.experts_gate_up": inner}
-    return layer.mlp(inner, x), seen
+    return y, seen
+
+
+def _rms(x: Float[Array, "T E"]) -> Float[Array, "T 1"]:
+    return jnp.sqrt(jnp.square(x).mean(axis=-1, keepdims=True) + EPSILON)

@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 
 from jaxserve.calibration.activations import Inputs
-from jaxserve.calibration.awq_search import best_scales, clipped
+from jaxserve.calibration.awq_search import best_scales, quantized
+from jaxserve.checkpoint.rounding import round_weight
 from jaxserve.quantization.layer import LayerFormat, Leaves, flat_inputs, quantize_weights
 from jaxserve.quantization.qarray import QArray
-from jaxserve.quantization.rounding import quantize
 
 Layer = dict[str, np.ndarray]
 Search = Callable[[np.ndarray, Inputs], np.ndarray]
@@ -27,15 +27,16 @@ QKV, DOWN = "attention.qkv", "mlp.down"
 
 
 def awq_layer(leaves: Mapping[str, np.ndarray], inputs: Mapping[str, Inputs], form: LayerFormat) -> Leaves:
-    """Return a layer, given in float32, with its weights scaled, clipped and quantised to a format."""
+    """Return a layer, given in float32, with its weights scaled and quantised to a format."""
     bits, group, symmetric = form.bits, form.group, form.symmetric
     search = partial(best_scales, bits=bits, group=group, symmetric=symmetric)
     layer, scales = scale_layer(leaves, inputs, search, form.dtype)
 
     def quantize_weight(name: str, w: np.ndarray) -> QArray:
-        if name in inputs:
-            w = clipped(w, inputs[name].rows / scales.get(name, 1), bits=bits, group=group, symmetric=symmetric)
-        return quantize(w, bits, group=group, symmetric=symmetric)
+        if name not in inputs:
+            return round_weight(w, bits, group=group, symmetric=symmetric)
+        mean_square = np.asarray(inputs[name].mean_square) / np.square(scales.get(name, 1))
+        return quantized(w, mean_square, bits=bits, group=group, symmetric=symmetric)
 
     return quantize_weights(layer, quantize_weight, form.dtype)
 

@@ -1,6 +1,9 @@
-"""The searches of AWQ (`awq`) for the scales and the ranges that change a weight's outputs least.
+"""The searches of AWQ (`awq`) for the scales of inputs and of groups that change a weight's outputs least.
 
-Axes: O outputs, C inputs, R rows of inputs, A candidates.
+Rounding errors of different inputs are nearly independent, so that the mean squared change of an output is a sum over
+its inputs: the squared error of the weight times the mean square of the input. That needs no product with any inputs.
+
+Axes: O outputs, C inputs, A candidates.
 """
 
 from functools import partial
@@ -11,10 +14,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.calibration.activations import Inputs
-from jaxserve.calibration.fake_quantization import grouped, rounded
+from jaxserve.calibration.fake_quantization import Grid, as_qarray, codes, grouped, rounded, searched_grid
+from jaxserve.quantization.qarray import QArray
 
-STEPS = 20  # values of the scales' exponent that are tried
-CLIPS = tuple(1 - 0.05 * step for step in range(1, 11))  # shares of a group's range that are tried in addition to 1
+STEPS = 10  # values of the scales' exponent that are tried
+MAX_OUTPUTS = 256  # outputs of a weight on which candidates are compared
 TINY = 1e-6
 
 
@@ -28,7 +32,8 @@ def best_scales(
     worse than without scales.
     """
     candidates = _candidates(w, np.asarray(inputs.mean_abs), group)
-    return candidates[int(np.argmin(_losses(w, inputs.rows, candidates, bits, group, symmetric)))]
+    some = w[np.unique(np.linspace(0, len(w) - 1, min(len(w), MAX_OUTPUTS)).astype(int))]
+    return candidates[int(np.argmin(_losses(some, inputs.mean_square, candidates, bits, group, symmetric)))]
 
 
 def _candidates(w: Float[np.ndarray, "O C"], activity: Float[np.ndarray, "C"], group: int) -> Float[np.ndarray, "A C"]:
@@ -42,44 +47,32 @@ def _candidates(w: Float[np.ndarray, "O C"], activity: Float[np.ndarray, "C"], g
     return np.stack([s / np.sqrt(s.max() * s.min()) for s in candidates]).astype(np.float32)
 
 
-@partial(jax.jit, static_argnums=(3, 4, 5))
+@partial(jax.jit, static_argnums=(4, 5))
 def _losses(
-    w: Float[Array, "O C"], rows: Float[Array, "R C"], candidates: Float[Array, "A C"], bits: int, group: int,
+    w: Float[Array, "O C"], mean_square: Float[Array, "C"], candidates: Float[Array, "A C"], bits: Array, group: int,
     symmetric: bool,
 ) -> Float[Array, "A"]:  # fmt: skip
-    """Return the mean squared change of the outputs for each candidate."""
+    """Return the squared change of the outputs for each candidate."""
 
     def loss(s: Float[Array, "C"]) -> Float[Array, ""]:
         change = rounded(grouped(w * s, group), bits, symmetric).reshape(w.shape) / s - w
-        return jnp.square(rows @ change.T).mean()
+        return (jnp.square(change) * mean_square).sum()
 
     return jax.lax.map(loss, candidates)
 
 
-def clipped(
-    w: Float[np.ndarray, "*out C"], rows: Float[Array, "R C"], *, bits: int, group: int, symmetric: bool
-) -> Float[np.ndarray, "*out C"]:
-    """Return the weight with each group's range narrowed to the share that changes its part of the outputs least."""
-    return np.asarray(_clipped(w.reshape(-1, w.shape[-1]), rows, bits, group, symmetric)).reshape(w.shape)
+def quantized(
+    w: Float[np.ndarray, "*out C"], mean_square: Float[np.ndarray, "C"], *, bits: int, group: int, symmetric: bool
+) -> QArray:
+    """Return a weight rounded with the scale for each group that changes the outputs least."""
+    found = _quantized(w.reshape(-1, w.shape[-1]), mean_square, bits, group, symmetric)
+    return as_qarray(w.shape, *found, bits, symmetric=symmetric)
 
 
-@partial(jax.jit, static_argnums=(2, 3, 4))
-def _clipped(
-    w: Float[Array, "O C"], rows: Float[Array, "R C"], bits: int, group: int, symmetric: bool
-) -> Float[Array, "O C"]:
-    groups, parts = grouped(w, group), grouped(rows, group)
-    gram = jnp.einsum("rgi,rgj->gij", parts, parts)
-    low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
-
-    def attempt(share: Array | float) -> tuple[Array, Array]:
-        narrowed = jnp.clip(groups, low * share, high * share)
-        change = rounded(narrowed, bits, symmetric) - groups
-        return narrowed, jnp.einsum("ogi,gij,ogj->og", change, gram, change)
-
-    def better(best: tuple[Array, Array], share: Array) -> tuple[tuple[Array, Array], None]:
-        narrowed, loss = attempt(share)
-        wins = loss < best[1]
-        return (jnp.where(wins[..., None], narrowed, best[0]), jnp.where(wins, loss, best[1])), None
-
-    (best, _), _ = jax.lax.scan(better, attempt(1.0), jnp.array(CLIPS))
-    return best.reshape(w.shape)
+@partial(jax.jit, static_argnums=(3, 4))
+def _quantized(
+    w: Float[Array, "O C"], mean_square: Float[Array, "C"], bits: Array, group: int, symmetric: bool
+) -> tuple[Float[Array, "O G group"], Grid]:
+    groups = grouped(w, group)
+    grid = searched_grid(groups, grouped(mean_square, group), bits, symmetric)
+    return codes(groups, grid.scales[..., None], grid.zeros[..., None], bits), grid

@@ -11,13 +11,17 @@ from jaxserve.calibration.awq import awq_layer
 from jaxserve.calibration.gptq import gptq_layer
 from jaxserve.checkpoint.loader import Checkpoint
 from jaxserve.checkpoint.mapping import numpy_dtype
+from jaxserve.checkpoint.rounding import rounded_layer
 from jaxserve.core.block_names import layer_name
+from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import ConfigError
-from jaxserve.quantization.layer import LayerFormat, Leaves, bits_of, round_layer
-from jaxserve.quantization.rounding import GROUP, GROUPS
+from jaxserve.core.scale_groups import GROUPS
+from jaxserve.models.quantized import wanted_group
+from jaxserve.quantization.layer import LayerFormat, Leaves, bits_of
 
 Method = Literal["rtn", "awq", "gptq"]
 METHODS = get_args(Method)
+ROUNDING: Method = "rtn"
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class QuantizationSettings:
 
     precisions: tuple[str, ...]
     method: Method = "awq"
-    group: int = GROUP  # inputs that share a scale; 0 for all inputs of an output
+    group: int | None = None  # inputs that share a scale; 0 for all of an output, None: by the model
     symmetric: bool = True  # without zero points
 
     def __post_init__(self):
@@ -36,13 +40,19 @@ class QuantizationSettings:
             bits_of(precision)
         if self.method not in METHODS:
             raise ConfigError(f"unknown method {self.method!r}: choose from {', '.join(METHODS)}")
-        if self.group not in (0, *GROUPS):
+        if self.group not in (None, 0, *GROUPS):
             groups = ", ".join(map(str, sorted(GROUPS)))
             raise ConfigError(f"group is {self.group}: choose from {groups} inputs, or 0 for all inputs")
 
+    def format_of(self, precision: str, config: ModelConfig) -> LayerFormat:
+        """Return the format of a model's layers in a precision."""
+        bits = bits_of(precision)
+        group = wanted_group(config, bits) if self.group is None else self.group
+        return LayerFormat(bits, group, self.symmetric, numpy_dtype(config))
+
     def check(self, *, calibrated: bool) -> None:
         """Raise `ConfigError` if the method needs calibration text and `calibrated` is false."""
-        if self.method != "rtn" and not calibrated:
+        if self.method != ROUNDING and not calibrated:
             raise ConfigError(f"method {self.method!r} needs calibration text (--calib FILE): only rtn needs none")
 
 
@@ -63,17 +73,15 @@ def quantize_layers(
     is missing.
     """
     settings.check(calibrated=tokens is not None)
-    if tokens is None or settings.method == "rtn":
+    if tokens is None or settings.method == ROUNDING:
         for index in range(checkpoint.config.num_layers):
             leaves = checkpoint.block(layer_name(index))
             for precision in settings.precisions:
-                bits = bits_of(precision)
-                rounded = round_layer(leaves, bits, group=settings.group, symmetric=settings.symmetric)
-                yield Variant(index, precision, rounded)
+                form = settings.format_of(precision, checkpoint.config)
+                yield Variant(index, precision, rounded_layer(leaves, form))
         return
     quantize_layer = {"awq": awq_layer, "gptq": gptq_layer}[settings.method]
-    dtype = numpy_dtype(checkpoint.config)
     for index, leaves, inputs in calibrate(checkpoint, tokens, gram=settings.method == "gptq"):
         for precision in settings.precisions:
-            form = LayerFormat(bits_of(precision), settings.group, settings.symmetric, dtype)
+            form = settings.format_of(precision, checkpoint.config)
             yield Variant(index, precision, quantize_layer(leaves, inputs, form))

@@ -12,8 +12,8 @@ from jaxserve.checkpoint.refit import group_after, stored_inputs
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.precision import BITS
+from jaxserve.core.scale_groups import group_size
 from jaxserve.quantization import QArray
-from jaxserve.quantization.rounding import group_size
 
 BFLOAT16, FLOAT32 = 2, 4  # bytes
 
@@ -21,7 +21,7 @@ BFLOAT16, FLOAT32 = 2, 4  # bytes
 class Layout(NamedTuple):
     """The layout of a layer's quantised weights, which decides their sizes together with their bits."""
 
-    group: int  # inputs that share a scale as they are stored; 0: all inputs of an output
+    group: int  # inputs that share a scale as they are stored, where that divides; 0: all inputs of an output
     scale_bytes: int  # per group, for its scale and its zero
     config: ModelConfig
     padded: ModelConfig
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     def _groups(self, name: str, size: int) -> int:
         """Return how many groups a padded weight of `size` inputs has."""
         stored = stored_inputs(name, size, self.config)
-        group = self.group if self.group and stored % self.group == 0 else group_size(stored, self.group)
+        group = group_size(stored, self.group)
         return size // group_after(name, group, self.config, self.padded)
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from jaxserve.checkpoint.mapping import numpy_dtype
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.scale_groups import GROUPS
 from jaxserve.parallel.padding import head_sources, pack_gate_up, pack_qkv
 from jaxserve.quantization import QArray
 from jaxserve.quantization.packing import pack, unpack
-from jaxserve.quantization.rounding import GROUPS
 
 Leaf = np.ndarray | QArray
 # Weights whose inputs are split by tensor parallelism.

@@ -13,6 +13,8 @@ import fcntl
 import hashlib
 import json
 import math
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -26,7 +28,7 @@ from jaxserve.checkpoint.mapping import stacked_name, tensor_shapes
 from jaxserve.checkpoint.safetensors import StoredTensor
 from jaxserve.core.block_names import layer_name
 from jaxserve.core.errors import CheckpointError
-from jaxserve.core.files import read_json_object
+from jaxserve.core.files import read_json_object, write_file
 from jaxserve.quantization.qarray import QArray
 
 if TYPE_CHECKING:
@@ -47,14 +49,23 @@ Variant = dict[str, np.ndarray | QArray]
 class Method:
     """The method that made a precision.
 
-    `group`: inputs that share a scale, 0 for all inputs of an output. `calibration`: the SHA-256 of the calibration
-    tokens, None without any.
+    `group`: inputs that share a scale where that divides, 0 for all inputs of an output. `calibration`: the SHA-256 of
+    the calibration tokens, None without any.
     """
 
     name: str
     group: int
     symmetric: bool
     calibration: str | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of all layers in a precision, as nats a token of cross-entropy on held-out text."""
+
+    full: float  # the cross-entropy in full precision
+    rounding: float  # what rounding to the nearest adds to it
+    method: float  # what the stored layers add
 
 
 class VariantStore:
@@ -93,6 +104,11 @@ class VariantStore:
     def method(self, precision: str) -> Method:
         """Return the method that made a precision. Raise `CheckpointError` for a precision that is not stored."""
         return Method(**self._entry(precision)["method"])
+
+    def loss(self, precision: str) -> Loss | None:
+        """Return what a precision loses, None if that was not measured. Raise `CheckpointError` as `method`."""
+        measured = self._entry(precision).get("loss")
+        return None if measured is None else Loss(**measured)
 
     def nbytes(self, index: int, precision: str) -> int:
         """Return the bytes of a layer's leaves in a precision."""
@@ -147,7 +163,7 @@ class VariantWriter:
             raise CheckpointError(f"{self.path}: another `jaxserve quantize` is writing there") from error
         except OSError as error:
             raise CheckpointError(f"{self.path}: variants cannot be written there ({error.strerror})") from error
-        self._methods = methods
+        self._methods = dict(methods)
         self._layers: dict[str, dict[int, Any]] = {precision: {} for precision in methods}
         self._manifest: dict[str, Any] = {
             "format": FORMAT,
@@ -163,15 +179,23 @@ class VariantWriter:
             shutil.rmtree(self._incoming(precision), ignore_errors=True)
 
     def add(self, index: int, precision: str, leaves: Mapping[str, np.ndarray | QArray]) -> int:
-        """Write a layer and return its bytes."""
+        """Write a layer and return its bytes. Raise CheckpointError if it cannot be written."""
         import orbax.checkpoint as ocp
 
+        size = sum(leaf.nbytes for leaf in leaves.values())
+        # Orbax's threads would log a traceback each, and the files of the layer would fill what is left of the disk.
+        if (free := shutil.disk_usage(self.path).free) < size:
+            raise CheckpointError(f"{self.path}: a layer in {precision} needs {size} bytes, and {free} are free there")
         tree = {name: _arrays(leaf) for name, leaf in leaves.items()}
         folder = self._incoming(precision) / layer_name(index)
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            checkpointer.save(folder, tree)
+        try:
+            with ocp.PyTreeCheckpointer() as checkpointer:
+                checkpointer.save(folder, tree)
+        except (OSError, ValueError) as error:
+            if (reason := _system_error(error)) is None:
+                raise
+            raise CheckpointError(f"{self.path}: variants cannot be written there ({reason})") from error
         quantized = {n: {"bits": x.bits, "size": x.size} for n, x in leaves.items() if isinstance(x, QArray)}
-        size = sum(leaf.nbytes for leaf in leaves.values())
         described = {name: sorted(arrays) if isinstance(arrays, dict) else None for name, arrays in tree.items()}
         files = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
         self._layers[precision][index] = {
@@ -182,8 +206,17 @@ class VariantWriter:
         }
         return size
 
-    def finish(self) -> VariantStore:
-        """Put the new precisions in place of old ones with the same names, once all layers have been added."""
+    def begin(self, precision: str, method: Method) -> None:
+        """Begin a precision with another method, and remove the layers that were added."""
+        shutil.rmtree(self._incoming(precision), ignore_errors=True)
+        self._layers[precision], self._methods[precision] = {}, method
+
+    def finish(self, losses: Mapping[str, Loss] | None = None) -> VariantStore:
+        """Put the new precisions in place of old ones with the same names, once all layers have been added.
+
+        `losses`: what precisions lose, as far as it was measured.
+        """
+        measured = {precision: {"loss": asdict(loss)} for precision, loss in (losses or {}).items()}
         for precision, layers in self._layers.items():
             assert sorted(layers) == list(range(self._manifest["num_layers"])), (precision, sorted(layers))
             self._manifest["precisions"].pop(precision, None)
@@ -193,7 +226,8 @@ class VariantWriter:
             shutil.rmtree(self.path / precision, ignore_errors=True)
             self._incoming(precision).rename(self.path / precision)
             described = [layers[index] for index in sorted(layers)]
-            self._manifest["precisions"][precision] = {"method": asdict(self._methods[precision]), "layers": described}
+            entry = {"method": asdict(self._methods[precision]), "layers": described}
+            self._manifest["precisions"][precision] = entry | measured.get(precision, {})
         self._write_manifest()
         self._lock.close()
         return VariantStore.open(self.path)
@@ -202,9 +236,15 @@ class VariantWriter:
         return self.path / f"{precision}.incoming"
 
     def _write_manifest(self) -> None:
-        temporary = self.path / f"{MANIFEST}.incoming"
-        temporary.write_text(json.dumps(self._manifest, indent=1), encoding="utf-8")
-        temporary.replace(self.path / MANIFEST)
+        write_file(self.path / MANIFEST, json.dumps(self._manifest, indent=1))
+
+
+def _system_error(error: Exception) -> str | None:
+    """Return the error of the operating system that made Orbax fail, None if there was none."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    code = re.search(r"os_error_code='(\d+)'", str(error))  # TensorStore raises ValueError for them
+    return os.strerror(int(code[1])) if code else None
 
 
 def fingerprint(checkpoint: "Checkpoint") -> str:

@@ -1,5 +1,5 @@
 """Run the command line by `python -m jaxserve.cli`."""
 
-from jaxserve.cli.main import main
+from jaxserve.cli.start import main
 
 main()

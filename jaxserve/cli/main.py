@@ -27,6 +27,7 @@ from jaxserve.cli.profile import profile
 from jaxserve.cli.quantize import app as quantization
 from jaxserve.cli.run_batch import run_batch
 from jaxserve.cli.sim import sim
+from jaxserve.cli.streams import end_on_write_errors, forgive_write_errors, open_closed_streams, read_texts_as_utf8
 from jaxserve.cli.terminal import (
     Commands,
     configure_logging,
@@ -87,6 +88,7 @@ def serve(
     from jaxserve.server.options import read_config, resolve
     from jaxserve.server.runner import run_server
 
+    forgive_write_errors("stdout")  # a server goes on when nobody can read what it prints
     for name in KEYS:
         if os.environ.get(name) == "":
             raise ConfigError(f"{name} is empty: unset it to serve without a key")
@@ -95,15 +97,19 @@ def serve(
     configure_logging(settings.log_level, access=settings.access_log)
 
     def load() -> "EngineClient":
-        from jaxserve.build import build_async_engine
+        from jaxserve.build import async_engine, build
         from jaxserve.engine.model_tokenizer import check_serves_text
+        from jaxserve.preparation import prepare_in_background
 
         check_serves_text(engine_config)
         with show_progress() as progress:
-            return build_async_engine(engine_config, progress)
+            built = build(engine_config, controlled=True, progress=progress)
+        client = async_engine(built)
+        prepare_in_background(built, client)
+        return client
 
     console.print(f"jaxserve {__version__}: loading {engine_config.model or 'the bundled model'}")
-    run_server(load, settings, lambda url, client: _print_ready(url, client, settings))
+    run_server(load, settings, lambda urls, client: _print_ready(urls, client, settings))
 
 
 @app.command()
@@ -145,9 +151,20 @@ app.add_typer(bench)
 
 def main() -> None:
     """Run the `jaxserve` command."""
+    open_closed_streams()
     replace_unknown_characters()
+    forgive_write_errors("stderr")
+    end_on_write_errors()
     repeat_lost_interrupts()
-    app()
+    try:
+        read_texts_as_utf8(KEYS)
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except ConfigError as error:
+        print_error(str(error))
+        sys.exit(1)
 
 
 # -- helpers
@@ -174,12 +191,13 @@ def _open_llm(model: str | None, engine: Given, sampling: SamplingOptions) -> It
         yield llm, params
 
 
-def _print_ready(url: str, client: "EngineClient", settings: ServerSettings) -> None:
-    """Print that the server is ready, and a `curl` command to try it with."""
+def _print_ready(urls: Sequence[str], client: "EngineClient", settings: ServerSettings) -> None:
+    """Print that the server is ready, where, and a `curl` command to try it with."""
+    url = urls[0]
     name = (settings.served_model_names or (client.info.name,))[0]
     body = json.dumps({"model": name, "prompt": _example_prompt(client), "max_tokens": 64, "temperature": 0})
     key = ' -H "authorization: Bearer $JAXSERVE_API_KEY"' if settings.api_keys else ""
-    print(f"jaxserve is ready: {name} at {url} ({client.info.max_model_len} tokens of context)")
+    print(f"jaxserve is ready: {name} at {' and '.join(urls)} ({client.info.max_model_len} tokens of context)")
     print(f"curl {url}/v1/completions -H 'content-type: application/json'{key} -d '{body}'")
     print(f"dashboard: {url}/dashboard", flush=True)
 
@@ -253,8 +271,8 @@ def _fit_conversation(
 
 
 def _input_lines() -> Iterator[str]:
-    """Yield the lines of standard input that are not blank."""
-    while True:
+    """Yield the lines of standard input that are not blank. There are none if it is closed."""
+    while sys.stdin is not None:
         try:
             line = input("> " if sys.stdin.isatty() else "")
         except (EOFError, KeyboardInterrupt):

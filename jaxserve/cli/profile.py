@@ -1,21 +1,19 @@
 """The command `jaxserve profile`, which imports its implementation only when it runs, so that --help is fast."""
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from jaxserve.calibration.sensitivity.profile import FILE_NAME, QualityCurve, Weights
+from jaxserve.calibration.sensitivity.profile import FILE_NAME, LayerLosses, QualityCurve, Weights
+from jaxserve.cli.phases import phases
 from jaxserve.cli.terminal import console
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.files import ensure_file
+from jaxserve.core.files import ensure_file, write_file
 
 if TYPE_CHECKING:
-    from jaxserve.calibration.sensitivity.curves import Begin
     from jaxserve.calibration.sensitivity.profile import SensitivityProfile
 
 
@@ -34,13 +32,15 @@ def profile(
         typer.Argument(help="Folder in Hugging Face layout. Default: the bundled model.", show_default=False),
     ] = None,
     *,
-    calib: Annotated[Path, _option('Text to rank layers on: a text file, or .jsonl with a "text" in each line.')],
-    held_out: Annotated[
+    calib: Annotated[
         Path | None,
-        _option("Text to measure quality on. Default: the second half of --calib.", show_default=False),
+        _option(
+            'Text to measure on: a text file, or .jsonl with a "text" in each line. Default: text of the model itself.',
+            show_default=False,
+        ),
     ] = None,
     precisions: Annotated[
-        str, _option("Precisions to rank for, separated by commas: int8, int4, int3.")
+        str, _option("Precisions to measure, separated by commas: int8, int4, int3.")
     ] = "int8,int4,int3",
     variants: Annotated[
         Path | None,
@@ -49,11 +49,19 @@ def profile(
     out: Annotated[
         Path | None, _option(f"Profile to write. Default: {FILE_NAME} in the model's folder.", show_default=False)
     ] = None,
-    plot: Annotated[
-        Path | None, _option("Plot to write (PNG). Default: next to the profile.", show_default=False)
+    calib_tokens: Annotated[int, _option("Tokens to measure on.", min=1)] = 512,
+    compare_orders: Annotated[
+        bool,
+        _option("Rank layers by similarities, and measure orders of swapping on held-out text. It takes far longer."),
+    ] = False,
+    held_out: Annotated[
+        Path | None,
+        _option("Text to measure orders on. Default: the second half of --calib.", show_default=False),
     ] = None,
-    calib_tokens: Annotated[int, _option("Tokens to rank on.", min=1)] = 4096,
-    held_out_tokens: Annotated[int, _option("Tokens to measure quality on.", min=1)] = 4096,
+    held_out_tokens: Annotated[int, _option("Tokens to measure orders on.", min=1)] = 4096,
+    plot: Annotated[
+        Path | None, _option("Plot of the orders to write (PNG). Default: next to the profile.", show_default=False)
+    ] = None,
     length: Annotated[int, _option("Tokens per sequence.", min=2)] = 256,
     positions: Annotated[
         Literal["all", "last"], _option("Tokens at which vectors are compared: all, or the last of each sequence.")
@@ -64,27 +72,40 @@ def profile(
         Literal["float32", "bfloat16", "auto"], _option("Precision of the computation; auto: the checkpoint's.")
     ] = "float32",
 ) -> None:
-    """Rank a model's layers by how little it costs to swap them for quantised ones."""
+    """Measure what each of a model's layers loses in fewer bits, by which policies choose the layers to change."""
     chosen = tuple(dict.fromkeys(name.strip() for name in precisions.split(",") if name.strip()))
     score_weights = _parse_weights(weights)
-    from jaxserve.calibration.sensitivity.plot import draw
     from jaxserve.calibration.sensitivity.run import Options, profile_model
+    from jaxserve.cli.own_text import sampler
     from jaxserve.core.bundled import bundled_model_path
 
     folder = model or bundled_model_path()
     path = out or folder / FILE_NAME
     picture = plot or path.with_suffix(".png")
-    for file in (path, picture):
+    for file in (path, picture) if compare_orders else (path,):
         ensure_file(file, "--out, --plot")
     options = Options(
-        chosen, length, calib_tokens, held_out_tokens, score_weights, positions, seeds, variants=variants, dtype=dtype
+        chosen,
+        length,
+        calib_tokens,
+        compare_orders,
+        held_out_tokens,
+        score_weights,
+        positions,
+        seeds,
+        variants=variants,
+        dtype=dtype,
     )
-    with _progress() as begin:
-        made = profile_model(folder, calib, held_out, options, begin)
+    with phases() as begin:
+        made = profile_model(folder, calib, held_out, options, begin, sampler(folder, begin))
     _print(made)  # before saving, which may fail
     made.save(path)
-    picture.write_bytes(draw(made))
-    console.print(f"saved {path} and {picture}", markup=False, soft_wrap=True)
+    if compare_orders:
+        from jaxserve.calibration.sensitivity.plot import draw
+
+        write_file(picture, draw(made))
+    saved = f"{path} and {picture}" if compare_orders else path
+    console.print(f"saved {saved}", markup=False, soft_wrap=True)
 
 
 def _parse_weights(text: str) -> Weights:
@@ -98,34 +119,32 @@ def _parse_weights(text: str) -> Weights:
     return Weights(lts, lrs, mds)
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator["Begin"]:
-    """Show a progress bar on standard error for each phase."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=console)
-    with contextlib.ExitStack() as shown:
-
-        def begin(what: str, steps: int) -> Callable[[], None]:
-            if not progress.live.is_started:  # not earlier: an empty bar prints an empty line
-                shown.enter_context(progress)
-            return partial(progress.advance, progress.add_task(what, total=steps))
-
-        yield begin
-
-
 def _print(made: "SensitivityProfile") -> None:
-    """Print the swap orders, and for each kind of order the mean loss over the number of swapped layers."""
+    """Print the swap orders, and what the layers lose or, for each kind of compared order, its mean loss."""
     from rich.table import Table
 
     for precision in made.precisions:
+        layers = ", ".join(map(str, made.order(precision)))
+        if precision in made.losses:
+            _print_losses(precision, made.losses[precision])
+            console.print(f"layers change to {precision} in this order: {layers}", soft_wrap=True)
+            continue
         table = Table("order", *HEADINGS, title=f"{precision}: mean over the number of swapped layers")
         for name, found in made.curves[precision].items():
             table.add_row(name, *(mean_and_range(found, measure) for measure in MEASURES))
         console.print(table)
-        layers = ", ".join(map(str, made.order(precision)))
         console.print(f"swap to {precision} in this order ({made.order_name(precision)}): {layers}", soft_wrap=True)
+
+
+def _print_losses(precision: str, losses: LayerLosses) -> None:
+    """Print what each layer loses, as nats and as a share of full precision's cross-entropy."""
+    from rich.table import Table
+
+    table = Table("layers", "nats a token", "share", title=f"{precision}: loss beside {losses.cross_entropy:.3f} nats")
+    for layer, nats in enumerate(losses.added):
+        table.add_row(str(layer), f"{nats:.5f}", f"{nats / losses.cross_entropy:.3%}")
+    table.add_row("all together", f"{losses.together:.4f}", f"{losses.together / losses.cross_entropy:.2%}")
+    console.print(table)
 
 
 def mean_and_range(curves: Sequence[QualityCurve], measure: str) -> str:

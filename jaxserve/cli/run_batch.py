@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from jaxserve.server.batch.run import Progress
 
 SERVER_FIELDS = ("served_model_names", "max_body_mb", "max_prompts", "clamp_max_tokens")
-LINE_OVERHEAD_BYTES = 64 * 1024  # of a line, besides the body
 
 
 @expand_options
@@ -32,10 +31,15 @@ def run_batch(
     *,
     input_file: Annotated[
         Path,
-        typer.Option("--input-file", "-i", help="Requests in the format of OpenAI's batches: a line of JSON each."),
+        typer.Option(
+            "--input-file", "-i", help="Requests in the format of OpenAI's batches, a line of JSON each. -: stdin."
+        ),
     ],
     output_file: Annotated[
-        Path, typer.Option("--output-file", "-o", help="File for the answers. If it exists, the batch is continued.")
+        Path,
+        typer.Option(
+            "--output-file", "-o", help="File for the answers; if it exists, the batch is continued. -: stdout."
+        ),
     ],
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the output instead of continuing the batch.")
@@ -48,8 +52,8 @@ def run_batch(
 ) -> None:
     """Answer a file of requests without a server, and continue where an earlier run has ended."""
     from jaxserve.engine.model_tokenizer import check_serves_text
-    from jaxserve.server.batch.files import open_batch
-    from jaxserve.server.batch.run import Progress
+    from jaxserve.server.batch.files import is_stream, open_batch, readable_twice
+    from jaxserve.server.batch.run import LINE_OVERHEAD_BYTES, Progress
     from jaxserve.server.options import read_config, resolve
 
     if folder is not None and "model" in engine:
@@ -59,9 +63,10 @@ def run_batch(
     settings = replace(settings, api_keys=())  # a file for `jaxserve serve` may have some, but there are no clients
     configure_logging("warning")
     check_serves_text(engine_config)
-    ensure_file(output_file, "--output-file")
-    with signals_as_ctrl_c():
-        batch = open_batch(input_file, output_file, settings.max_body_bytes + LINE_OVERHEAD_BYTES, overwrite=overwrite)
+    if not is_stream(output_file):
+        ensure_file(output_file, "--output-file")
+    with signals_as_ctrl_c(), readable_twice(input_file) as source:
+        batch = open_batch(source, output_file, settings.max_body_bytes + LINE_OVERHEAD_BYTES, overwrite=overwrite)
         progress = Progress(batch.total, earlier=batch.total - batch.remaining)
         try:
             if batch.remaining:

@@ -18,11 +18,14 @@ from typer.core import TyperGroup
 
 from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.progress import COMPILING, Progress
+from jaxserve.core.vllm_options import ENGINE
 
 console = Console(stderr=True, highlight=False)
 PROGRESS_INTERVAL_S = 10  # between progress lines, where the output is not a terminal
 REPEAT_INTERRUPT_S = 0.05
 INTERRUPTED = 130  # exit status after Ctrl-C, the convention of shells
+# Errors of reading or writing a file that is open, which do not name it.
+FILE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 WRONG_USE = 2  # exit status after a mistake on the command line, the convention of shells
 UsageError: Any = typer.BadParameter.__base__  # typer only exports the derived class
 # What a value must be, by pydantic's kind of error. Typer would print pydantic's own sentence, without the value.
@@ -66,7 +69,7 @@ def exit_on_error() -> Iterator[None]:
         raise typer.Exit(1) from error
     except OSError as error:
         # An error of a pipe or a connection names no file, and its message alone would explain nothing.
-        if error.filename is None and error.errno != errno.ENOSPC:
+        if error.filename is None and error.errno not in FILE_ERRORS:
             raise
         print_error(": ".join(filter(None, (error.filename, error.strerror))))
         raise typer.Exit(1) from error
@@ -84,6 +87,10 @@ def exit_with_status(results: Iterable[Mapping[str, Any]]) -> None:
 def _usage_message(error: Any) -> str:
     """Return what was given on the command line and what is allowed."""
     flags = getattr(getattr(error, "param", None), "opts", None)
+    name = getattr(error, "option_name", "")
+    if isinstance(name, str) and (other := ENGINE.get(name.lstrip("-").replace("-", "_"))):
+        advice = f"use --{other.same.replace('_', '-')}" if other.same else other.reason
+        return f"no such option: {name}: {advice}"
     if not error.message or not flags:  # a missing or an unknown name
         text: str = error.format_message().rstrip(".")
         return text[:1].lower() + text[1:]

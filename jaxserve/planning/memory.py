@@ -217,7 +217,8 @@ def _program_bytes(spec: EngineSpec, model: ModelConfig, degree: int) -> int:
     programs = PROGRAMS + config.pp * len(kinds) * len(spec.precisions)
     foresees = changes_layers(config) and config.policy != MANUAL
     assignments = 1 + MAX_FORESEEN if foresees else 1
-    fused = 0 if config.fuse is False else assignments * model.num_layers * sum(not shape.tiles for shape in shapes)
+    fuses = config.warmup if config.fuse is None else config.fuse
+    fused = assignments * model.num_layers * sum(not shape.tiles for shape in shapes) if fuses else 0
     xla = config.kernel_backend == "xla"
     by_shape = PROGRAM * programs + (XLA_SAMPLER if xla or degree > 1 else 0)
     return by_shape * len(shapes) + (XLA_FUSED_LAYER if xla else FUSED_LAYER) * fused

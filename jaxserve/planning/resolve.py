@@ -20,7 +20,7 @@ from jaxserve.checkpoint.layout import stored_layout
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import DType, EngineConfig, KernelBackend, ModelConfig
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.machine import allowed_processors, host_memory, processors
+from jaxserve.core.machine import allowed_processors, host_memory, host_memory_limit, processors
 from jaxserve.core.model_name import model_name
 from jaxserve.core.options import check_ranges
 from jaxserve.engine.client import ModelInfo
@@ -30,9 +30,12 @@ from jaxserve.parallel.devices import device_memory, devices
 from jaxserve.parallel.padding import padded_config
 from jaxserve.planning.defaults import PLATFORMS, served_dtype
 from jaxserve.planning.memory import MemoryPlan, plan_memory, runtime_bytes
+from jaxserve.planning.rounding_notice import rounding_notice
 from jaxserve.planning.sizes import BlockSizes, padding_cost
 from jaxserve.planning.spec import EngineSpec, dtype_of, has_quantized
 
+# The name of the most that a budget on an accelerator can be.
+DEVICE_LIMIT = "JAX's share of the device's memory (XLA_PYTHON_CLIENT_MEM_FRACTION)"
 log = logging.getLogger(__name__)
 
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
@@ -97,6 +100,9 @@ def resolve(config: EngineConfig) -> Resolved:
     info = _info(config, checkpoint, path, memory)
     padded = padded_model(config.tp)
     _log_padding(model, padded, memory)
+    notice = rounding_notice(checkpoint, padded, spec.precisions)
+    if notice is not None and config.load_format != "dummy":
+        log.warning("%s", notice)
     return Resolved(**vars(memory), checkpoint=checkpoint, padded_model=padded, info=info, devices=devices)
 
 
@@ -226,10 +232,21 @@ def _budget(config: EngineConfig, devices: tuple[jax.Device, ...]) -> int:
     platform = devices[0].platform
     memory = device_memory(devices[0]) if platform != "cpu" else None
     if config.memory_gb is not None:
+        limit = host_memory_limit() if platform == "cpu" else memory and (memory, DEVICE_LIMIT)
+        _check_memory_gb(config.memory_gb, limit, free=host_memory() if platform == "cpu" else None)
         budget = int(config.memory_gb * 1e9)
     else:
         budget = int((memory or host_memory()) * PLATFORMS[platform].memory_fraction)
     return budget // _devices_per_memory(config, platform)
+
+
+def _check_memory_gb(memory_gb: float, limit: tuple[int, str] | None, free: int | None) -> None:
+    """Raise `ConfigError` if a budget is above the limit (bytes, its name), and warn if it is above what is free."""
+    if limit is not None and memory_gb * 1e9 > limit[0]:
+        size, name = limit
+        raise ConfigError(f"memory_gb is {memory_gb:g}: it must be at most {size / 1e9:.3f}, {name} in GB")
+    if free is not None and memory_gb * 1e9 > free:
+        log.warning("memory_gb is %g, of which only %.3f GB are free now", memory_gb, free / 1e9)
 
 
 def _devices_per_memory(config: EngineConfig, platform: str) -> int:

@@ -7,8 +7,9 @@ import numpy as np
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import BITS
+from jaxserve.core.scale_groups import GROUP
 from jaxserve.quantization.qarray import QArray
-from jaxserve.quantization.rounding import GROUP, quantize
+from jaxserve.quantization.scale_search import quantize_by_search
 
 # The quantised parameters of a layer, and how many of their last axes are contracted. Norms, biases and the router of
 # a mixture of experts are not quantised.
@@ -30,7 +31,7 @@ class LayerFormat:
     """The format of a quantised layer: that of its weights, and the dtype of its remaining parameters."""
 
     bits: int
-    group: int  # inputs that share a scale; 0 for all inputs of an output
+    group: int  # inputs that share a scale where that divides; 0 for all inputs of an output
     symmetric: bool  # without zero points
     dtype: np.dtype
 
@@ -63,11 +64,12 @@ def quantize_weights(
 def round_layer(
     leaves: Mapping[str, np.ndarray], bits: int, *, group: int = GROUP, symmetric: bool = True
 ) -> dict[str, np.ndarray | QArray]:
-    """Return a layer with its weights rounded to the nearest, and the remaining parameters unchanged."""
-    return {
-        name: quantize(flat_inputs(name, w), bits, group=group, symmetric=symmetric) if name in CONTRACTED else w
-        for name, w in leaves.items()
-    }
+    """Return a layer with its weights rounded with searched scales, and the remaining parameters unchanged."""
+
+    def rounded(name: str, w: np.ndarray) -> QArray:
+        return quantize_by_search(flat_inputs(name, w), bits, group=group, symmetric=symmetric)
+
+    return {name: rounded(name, w) if name in CONTRACTED else w for name, w in leaves.items()}
 
 
 def nbytes(leaves: Leaves) -> int:

@@ -15,6 +15,7 @@ from jaxserve.calibration.awq import awq_layer, scale_layer
 from jaxserve.calibration.fake_quantization import grouped, rounded
 from jaxserve.calibration.pipeline import QuantizationSettings, quantize_layers
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.checkpoint.loader import DummyStore
 from jaxserve.core.config import ModelConfig, MoEConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.kernels import ProjectedQKV
@@ -102,23 +103,27 @@ def test_awq_scaling_keeps_the_outputs_and_the_kv_cache(kind, dtype):
         np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-3)
 
 
-def uneven_inputs(size: int) -> Inputs:
-    """Return inputs of which a few are far larger than the others."""
+def uneven_rows(size: int) -> np.ndarray:
+    """Return inputs [200, size] of which a few are far larger than the others."""
     rng = np.random.default_rng(5)
-    rows = rng.normal(size=(200, size)).astype(np.float32) * np.exp(rng.normal(0, 1.5, size)).astype(np.float32)
-    return Inputs(jnp.asarray(rows), jnp.abs(rows).mean(axis=0), None)
+    return rng.normal(size=(200, size)).astype(np.float32) * np.exp(rng.normal(0, 1.5, size)).astype(np.float32)
+
+
+def means(rows: np.ndarray) -> Inputs:
+    return Inputs(np.abs(rows).mean(axis=0), np.square(rows).mean(axis=0), rows.T @ rows / len(rows))
 
 
 @pytest.mark.parametrize("bits", [4, 3])
 def test_awq_outputs_change_less_than_rounded_ones(bits):
     leaves = random_leaves(CONFIG)
     sizes = {"attention.qkv": 64, "attention.o": 64, "mlp.gate_up": 64, "mlp.down": 96}
-    inputs = {name: uneven_inputs(size) for name, size in sizes.items()}
-    variant = awq_layer(leaves, inputs, LayerFormat(bits, 32, True, np.dtype(np.float32)))
+    inputs = {name: uneven_rows(size) for name, size in sizes.items()}
+    observed = {name: means(rows) for name, rows in inputs.items()}
+    variant = awq_layer(leaves, observed, LayerFormat(bits, 32, True, np.dtype(np.float32)))
     nearest = round_layer(leaves, bits, group=32)
     assert variant.keys() == nearest.keys()
     for name, norm in (("attention.qkv", "input_norm.weight"), ("mlp.gate_up", "post_norm.weight")):
-        rows, s = np.asarray(inputs[name].rows), leaves[norm] / variant[norm]
+        rows, s = inputs[name], leaves[norm] / variant[norm]
         # the up projection is divided by the scales of what comes after it: only the gate is compared
         kept = np.s_[:] if name == "attention.qkv" else np.s_[:, 0]
         w, nearest_w, variant_w = (
@@ -127,9 +132,9 @@ def test_awq_outputs_change_less_than_rounded_ones(bits):
         )
         change, rounding = np.square(rows @ (variant_w / s - w).T).mean(), np.square(rows @ (nearest_w - w).T).mean()
         assert change < 0.7 * rounding, name
-    rows, w = np.asarray(inputs["attention.o"].rows), leaves["attention.o"].reshape(64, 64)
-    clipped, rounded_w = (np.asarray(x["attention.o"].dequantize()) for x in (variant, nearest))
-    assert np.square(rows @ (clipped - w).T).mean() < np.square(rows @ (rounded_w - w).T).mean()
+    rows, w = inputs["attention.o"], leaves["attention.o"].reshape(64, 64)
+    searched, rounded_w = (np.asarray(x["attention.o"].dequantize()) for x in (variant, nearest))
+    assert np.square(rows @ (searched - w).T).mean() < np.square(rows @ (rounded_w - w).T).mean()
 
 
 def test_calibration_observes_the_inputs_of_every_weight(tiny_model):
@@ -137,15 +142,31 @@ def test_calibration_observes_the_inputs_of_every_weight(tiny_model):
     config = checkpoint.config
     blocks = {b: restore_block(config, b, checkpoint.block(b)) for b in ("embed", "layers.1")}
     xs = [run_layer(config, checkpoint.block("layers.0"), blocks["embed"](jnp.asarray(t))) for t in TOKENS]
-    normed = np.concatenate([blocks["layers.1"].input_norm(x) for x in xs])
+    expected = means(np.concatenate([blocks["layers.1"].input_norm(x) for x in xs]))
     seen = next(c for c in calibrate(checkpoint, TOKENS, gram=True) if c.index == 1).inputs
-    assert {name: x.rows.shape[1] for name, x in seen.items()} == {
+    assert {name: x.gram.shape[1] for name, x in seen.items()} == {
         "attention.qkv": 64, "attention.o": 64, "mlp.gate_up": 64, "mlp.down": 96,
     }  # fmt: skip
-    np.testing.assert_allclose(seen["attention.qkv"].rows, normed, rtol=1e-4, atol=1e-5)
+    for name in ("mean_abs", "mean_square", "gram"):
+        found = getattr(seen["attention.qkv"], name)
+        np.testing.assert_allclose(found, getattr(expected, name), rtol=1e-3, atol=1e-4)
     for x in seen.values():
-        np.testing.assert_allclose(x.mean_abs, np.abs(x.rows).mean(axis=0), rtol=1e-4)
-        np.testing.assert_allclose(x.gram, x.rows.T @ x.rows / len(x.rows), rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(np.diagonal(x.gram), x.mean_square, rtol=1e-3)
+
+
+def test_a_token_with_a_massive_residual_stream_does_not_outweigh_the_others(tiny_model):
+    """The first token of a text has a residual stream hundreds of times larger in many models."""
+    checkpoint = open_checkpoint(tiny_model, "dummy")
+    massive = 7
+    embedding = checkpoint.block("embed")["weight"].copy()
+    embedding[massive] *= 1000
+    tokens = np.where(massive == TOKENS, massive + 1, TOKENS)
+    changed = replace(checkpoint, store=Replaced(checkpoint.store, {"model.embed_tokens.weight": embedding}))
+    plain = next(calibrate(changed, tokens)).inputs
+    tokens[:, 0] = massive
+    for name, inputs in next(calibrate(changed, tokens)).inputs.items():
+        grown = np.asarray(inputs.mean_square) / np.asarray(plain[name].mean_square)
+        assert np.median(grown) < 1.5, name
 
 
 def outputs(checkpoint: Checkpoint, layers: dict[int, dict], tokens: np.ndarray) -> np.ndarray:
@@ -159,6 +180,19 @@ def outputs(checkpoint: Checkpoint, layers: dict[int, dict], tokens: np.ndarray)
         }
         x = run_layer(checkpoint.config, leaves, x)
     return np.asarray(x)
+
+
+class Replaced:
+    """A store of tensors some of which are replaced."""
+
+    def __init__(self, store: DummyStore, tensors: dict[str, np.ndarray]):
+        self._store, self._tensors = store, tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._store
+
+    def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        return self._tensors[name] if name in self._tensors else self._store.get(name, shape)
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])

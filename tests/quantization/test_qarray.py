@@ -10,7 +10,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.quantization import QArray
 from jaxserve.quantization.packing import pack, packed_bytes, unpack
 from jaxserve.quantization.qarray import unpacked
-from jaxserve.quantization.rounding import group_size, quantize
+from jaxserve.quantization.rounding import quantize
 
 BITS = (8, 4, 3)
 
@@ -57,10 +57,6 @@ def test_quantised_group_of_zeros_is_exact():
 def test_quantised_group_too_small_for_a_scale_is_zero(symmetric):
     w = np.linspace(0, 1e-42, 64, dtype=np.float32)[None]
     np.testing.assert_array_equal(quantize(w, 4, symmetric=symmetric).dequantize(), 0)
-
-
-def test_group_size_divides_the_inputs():
-    assert [group_size(size) for size in (768, 192, 96, 40)] == [128, 64, 32, 40]
 
 
 def test_qarray_is_a_pytree_of_flat_arrays():

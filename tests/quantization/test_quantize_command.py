@@ -13,6 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
+from jaxserve.calibration import own_text, pipeline
+from jaxserve.calibration.own_text import Settings
 from jaxserve.calibration.pipeline import QuantizationSettings, quantize_layers
 from jaxserve.calibration.run import CalibrationText
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
@@ -22,7 +24,7 @@ from jaxserve.cli.main import app
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.quantization import QArray
-from jaxserve.quantization.layer import Leaves
+from jaxserve.quantization.layer import LayerFormat, Leaves, round_layer
 from tests.conftest import TINY
 from tests.quantization.test_variants import assert_equal_leaves
 
@@ -74,11 +76,12 @@ def test_quantize_command_writes_the_layers_that_awq_makes(
     store, checkpoint = VariantStore.open(tmp_path / "variants"), open_checkpoint(model)
     store.check(checkpoint)
     method = store.method("int4")
-    assert (method.name, method.group, method.symmetric) == ("awq", settings.group, settings.symmetric)
-    assert f"{store.nbytes(0, 'int4'):,}" in printed
+    group = settings.format_of("int4", checkpoint.config).group
+    assert (method.name, method.group, method.symmetric) == ("awq", group, settings.symmetric)
+    assert f"{sum(store.nbytes(index, 'int4') for index in range(LAYERS)):,}" in printed
     tokens = CalibrationText(calib, 2, 24).tokens(Tokenizer.load(model))
     assert tokens.shape == (2, 24)
-    layers = list(quantize_layers(checkpoint, settings, tokens))
+    layers = list(quantize_layers(checkpoint, settings, tokens[:1]))  # the second piece is held out
     assert len(layers) == LAYERS
     for index, precision, leaves in layers:
         found = store.layer(index, precision)
@@ -87,7 +90,7 @@ def test_quantize_command_writes_the_layers_that_awq_makes(
         for name in MATRICES:
             assert found[name].bits == 4
             assert (found[name].zeros is None) == settings.symmetric
-            groups = -(-found[name].size // settings.group)
+            groups = -(-found[name].size // group)
             assert found[name].scales.shape[-1] == groups, name
         assert store.nbytes(index, precision) == sum(leaf.nbytes for leaf in leaves.values())
 
@@ -123,7 +126,41 @@ def test_quantize_command_holds_one_layer_in_memory_and_shows_progress(
     assert sorted(arrays) == list(range(LAYERS))
     assert all(len(refs) > len(MATRICES) for refs in arrays.values())
     assert max(device) - min(device) < VariantStore.open(tmp_path / "variants").nbytes(0, "int4")
+    assert "quantising layers: done in" in printed
+
+
+class FewPieces(Settings):
+    """Settings of a short text, whatever is asked for."""
+
+    def __init__(self, *given: int, **named: int):
+        super().__init__(5, 16, named.get("seed", Settings.seed))
+
+
+def test_quantize_needs_no_text_and_keeps_a_method_only_if_it_loses_less_than_rounding(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poisoned(leaves: Mapping[str, Any], inputs: Any, form: LayerFormat) -> Leaves:
+        return round_layer({name: -leaf for name, leaf in leaves.items()}, form.bits, group=form.group)
+
+    monkeypatch.setattr(pipeline, "awq_layer", poisoned)
+    monkeypatch.setattr(own_text, "Settings", FewPieces)
+    command = ["quantize", str(model), "--precisions", "int4", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "writing calibration text: done in" in done.output
+    assert "15 held-out tokens of text that the model has written" in done.output
+    assert "int4: awq loses no less than rounding: rounding is stored" in done.output
+    store = VariantStore.open(tmp_path)
+    assert store.method("int4").name == "rtn"
+    loss = store.loss("int4")
+    assert loss is not None
+    assert loss.method == loss.rounding
     for index in range(LAYERS):
-        assert f"layer {index} in int4: 0.0" in printed
-    assert f"{LAYERS}/{LAYERS}" in printed
-    assert "quantizing: 100%" in printed
+        leaves = open_checkpoint(model).block(f"layers.{index}")
+        assert_equal_leaves(store.layer(index, "int4"), round_layer(leaves, 4, group=store.method("int4").group))
+    asked = CliRunner().invoke(app, [*command, "--method", "awq"])
+    assert "writing calibration text" not in asked.output, "the text is kept"
+    assert "int4: awq loses no less than rounding: it is stored because of --method awq" in asked.output
+    store = VariantStore.open(tmp_path)
+    assert store.method("int4").name == "awq"
+    assert store.loss("int4").method > store.loss("int4").rounding

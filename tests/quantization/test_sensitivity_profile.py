@@ -18,6 +18,7 @@ from jaxserve.calibration.sensitivity.profile import (
     LIS,
     MDS,
     RANDOM,
+    LayerLosses,
     LayerScores,
     QualityCurve,
     Text,
@@ -30,6 +31,7 @@ from jaxserve.cli.main import app
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import CheckpointError, ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
+from tests.support.thorough import THOROUGH
 
 MODEL = bundled_model_path()
 TEXT = "def area(width: float, height: float) -> float:\n    return width * height\n\n\n"
@@ -43,6 +45,7 @@ PROFILE = SensitivityProfile(
     positions="all",
     calibration=Text("calib.txt", "cd" * 32, (0.0, 0.5), 4, 256),
     held_out=Text("calib.txt", "cd" * 32, (0.5, 1.0), 4, 256),
+    losses={"int8": LayerLosses((0.001, 0.002, 0.0005), 0.0035, 2.0)},
     scores={
         "int4": LayerScores(
             (1, 0, 2), (0.5, 0.9, 0.4), (0.99, 1.0, 0.98), (1.0, 1.0, 0.9), (0.9, 0.8, 0.7), (1.0, 0.99, 0.9)
@@ -74,7 +77,7 @@ def test_profile_survives_saving_and_loading(saved):
 
 def test_profile_has_an_order_for_each_precision():
     assert PROFILE.order("int4") == (1, 0, 2)
-    with pytest.raises(ConfigError, match=r"of tiny has no 'int3', only int4; .*--precisions int3"):
+    with pytest.raises(ConfigError, match=r"of tiny has no 'int3', only int4, int8; .*--precisions int3"):
         PROFILE.order("int3")
 
 
@@ -91,7 +94,7 @@ def test_missing_profile_error_names_the_command_that_makes_one(tmp_path):
         SensitivityProfile.load(tmp_path / "nowhere.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "no json", '{"format": "other", "version": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", "no json", '{"format": "other", "version": 2}'])
 def test_file_that_is_not_a_profile_is_refused(saved, text):
     saved.write_text(text)
     with pytest.raises(CheckpointError, match=r"sensitivity\.json: is not a sensitivity profile"):
@@ -101,10 +104,15 @@ def test_file_that_is_not_a_profile_is_refused(saved, text):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"version": 2}, "has version 2: this jaxserve reads version 1"),
+        ({"version": 1}, "has version 1: this jaxserve reads version 2"),
         ({"weights": {"lts": 1}, "calibration": None}, "missing or of the wrong type"),
         ({"scores": {"int4": {"order": [0, 1, 2]}}}, "missing or of the wrong type"),
-        ({"num_layers": 4}, r"the order of int4 is \(1, 0, 2\): .* from 0 to 3"),
+        ({"num_layers": 4, "losses": {}}, r"the order of int4 is \(1, 0, 2\): .* from 0 to 3"),
+        ({"num_layers": 4}, "the losses of int8 must be a finite number for each layer"),
+        (
+            {"losses": {"int8": {"alone": [0.1, float("nan"), 0.1], "together": 1, "cross_entropy": 2}}},
+            "must be a finite",
+        ),
     ],
 )
 def test_error_for_an_invalid_profile_names_the_file_and_the_value(saved, values, message):
@@ -164,7 +172,8 @@ def test_unusable_calibration_text_is_refused(tmp_path, name, content, message):
 # -- the command
 
 
-SMALL = ("--calib-tokens", "64", "--held-out-tokens", "64", "--length", "32", "--seeds", "2")
+QUICK = ("--calib-tokens", "64", "--length", "32")
+SMALL = (*QUICK, "--compare-orders", "--held-out-tokens", "64", "--seeds", "2")
 
 
 def run(*args) -> str:
@@ -179,6 +188,20 @@ def calib(tmp_path_factory) -> Path:
     source = Path(json.__file__).read_text()
     path.write_text(source)
     return path
+
+
+def test_profile_command_measures_each_layer_alone(calib, tmp_path):
+    out = tmp_path / "profile.json"
+    printed = run(MODEL, "--calib", calib, "--precisions", "int4", "--out", out, *QUICK)
+    assert printed.startswith("0: int4: loss of 10 sets of layers: 0 of 10"), printed
+    assert "done in" in printed, "progress is shown where the output is no terminal"
+    profile = SensitivityProfile.load(out)
+    profile.check_model(fingerprint(open_checkpoint(MODEL)), 8)
+    losses = profile.losses["int4"]
+    assert profile.order("int4") == tuple(sorted(range(8), key=lambda layer: losses.alone[layer]))
+    assert 0 < min(losses.alone) < losses.together
+    assert f"change to int4 in this order: {', '.join(map(str, profile.order('int4')))}" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
 
 
 def test_profile_command_writes_a_profile_and_a_plot(calib, tmp_path):
@@ -208,6 +231,7 @@ def test_profile_command_writes_a_profile_and_a_plot(calib, tmp_path):
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.skipif(not THOROUGH, reason="make test-thorough runs it: profiles are computed twice")
 def test_profile_command_is_reproducible(calib, tmp_path):
     args = (MODEL, "--calib", calib, "--held-out", Path(__file__), "--precisions", "int4", *SMALL)
     for name in ("a.json", "b.json"):
@@ -219,7 +243,8 @@ def test_profile_command_is_reproducible(calib, tmp_path):
 
 def test_profile_of_prepared_variants_equals_that_of_rounded_ones(calib, tmp_path):
     prepare = ["quantize", str(MODEL), "--precisions", "int4", "--method", "rtn", "--out", str(tmp_path / "variants")]
-    assert CliRunner().invoke(app, prepare).exit_code == 0
+    of_text = ["--calib", str(calib), "--calib-samples", "2", "--calib-length", "64"]
+    assert CliRunner().invoke(app, [*prepare, *of_text]).exit_code == 0
     args = (MODEL, "--calib", calib, "--precisions", "int4", *SMALL)
     assert run(*args, "--out", tmp_path / "loaded.json").startswith("0: ")
     assert run(*args, "--out", tmp_path / "stored.json", "--variants", tmp_path / "variants").startswith("0: ")
@@ -228,6 +253,7 @@ def test_profile_of_prepared_variants_equals_that_of_rounded_ones(calib, tmp_pat
     assert stored.methods == {"int4": "rtn"}
 
 
+@pytest.mark.skipif(not THOROUGH, reason="make test-thorough runs it: profiles are computed twice")
 def test_profile_command_uses_and_names_prepared_variants(calib, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("variants"))
@@ -265,3 +291,21 @@ def test_profile_command_refuses_held_out_text_equal_to_the_calibration(calib):
     printed = run(MODEL, "--calib", calib, "--held-out", calib, *SMALL)
     assert printed.startswith("1: ")
     assert "is the calibration text" in printed
+
+
+def test_profile_command_needs_no_text(tmp_path, monkeypatch):
+    def sample(starts):
+        rng = np.random.default_rng(0)
+        return [rng.integers(3, 4000, start.params.max_tokens).tolist() for start in starts]
+
+    monkeypatch.setattr("jaxserve.cli.own_text.sampler", lambda folder, begin: sample)
+    monkeypatch.setattr("jaxserve.calibration.sensitivity.run.kept_folder", lambda folder, cache: tmp_path / "kept")
+    args = (MODEL, "--precisions", "int4", "--calib-tokens", "128")
+    for name in ("a.json", "b.json"):
+        printed = run(*args, "--out", tmp_path / name)
+        assert printed.startswith("0: "), printed
+        monkeypatch.setattr("jaxserve.cli.own_text.sampler", lambda folder, begin: lambda starts: 1 / 0)
+    first, second = (SensitivityProfile.load(tmp_path / name) for name in ("a.json", "b.json"))
+    assert first == second, "the text is written once"
+    assert (first.calibration.name, first.calibration.rows) == ("own-text.json", 1)
+    assert "--calib FILE" in run(MODEL, "--compare-orders")

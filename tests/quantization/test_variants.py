@@ -24,6 +24,7 @@ from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import CheckpointError
 from jaxserve.quantization import QArray
 from jaxserve.quantization.layer import nbytes, round_layer
+from tests.support.file_size import file_size_limit
 
 MODEL = bundled_model_path()
 RTN = Method("rtn", 128, True)
@@ -39,11 +40,14 @@ def assert_equal_leaves(found, expected):
             np.testing.assert_array_equal(a, b)
 
 
+HELD_OUT = ("--calib", __file__, "--calib-samples", "2", "--calib-length", "32")  # a text to measure on
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of the bundled model, rounded to the nearest by the command."""
     out = tmp_path_factory.mktemp("store") / "variants"
-    command = ["quantize", str(MODEL), "--precisions", "int4,int3", "--method", "rtn", "--out", str(out)]
+    command = ["quantize", str(MODEL), "--precisions", "int4,int3", "--method", "rtn", "--out", str(out), *HELD_OUT]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert "305,152" in done.output
@@ -97,7 +101,7 @@ def test_variant_store_refuses_a_second_writer(tmp_path):
     layers = [round_layer(checkpoint.block(f"layers.{index}"), 8) for index in range(8)]
     first = VariantWriter(tmp_path, checkpoint, {"int8": RTN})
     first.add(0, "int8", layers[0])
-    command = ["quantize", str(MODEL), "--precisions", "int4", "--method", "rtn", "--out", str(tmp_path)]
+    command = ["quantize", str(MODEL), "--precisions", "int4", "--method", "rtn", "--out", str(tmp_path), *HELD_OUT]
     refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 1
     assert "another `jaxserve quantize` is writing there" in " ".join(refused.output.split())
@@ -106,6 +110,28 @@ def test_variant_store_refuses_a_second_writer(tmp_path):
     first.finish()
     assert CliRunner().invoke(app, command).exit_code == 0
     assert set(VariantStore.open(tmp_path).precisions) == {"int4", "int8"}
+
+
+def test_layer_larger_than_what_is_free_is_refused(tmp_path, monkeypatch):
+    checkpoint = open_checkpoint(MODEL)
+    writer = VariantWriter(tmp_path, checkpoint, {"int8": RTN})
+    leaves = round_layer(checkpoint.block("layers.0"), 8)
+    size = sum(leaf.nbytes for leaf in leaves.values())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size - 1))
+    message = f"{tmp_path}: a layer in int8 needs {size} bytes, and {size - 1} are free there"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        writer.add(0, "int8", leaves)
+    assert os.listdir(tmp_path) == ["variants.lock"]
+
+
+def test_full_disk_is_reported_with_the_folder(tmp_path):
+    checkpoint = open_checkpoint(MODEL)
+    writer = VariantWriter(tmp_path, checkpoint, {"int8": RTN})
+    leaves = round_layer(checkpoint.block("layers.0"), 8)
+    message = f"{tmp_path}: variants cannot be written there (File too large)"
+    with file_size_limit(100), pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        writer.add(0, "int8", leaves)
 
 
 def test_interrupted_write_leaves_the_old_variant_store(store, tmp_path):
@@ -162,7 +188,7 @@ def test_variants_of_older_weights_are_refused_and_replaced(prepared, tmp_path):
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match="another model"):
         open_checkpoint(prepared)
-    assert run(prepared, QuantizationSettings(("int8",), "rtn")).precisions == ("int8",)
+    assert run(prepared, QuantizationSettings(("int8",), "rtn")).store.precisions == ("int8",)
     assert open_checkpoint(prepared).prepared is not None
 
 
@@ -184,8 +210,8 @@ def test_error_for_an_unwritable_variant_folder_names_it(tmp_path):
 
 
 def test_refused_quantize_command_leaves_no_folder(tmp_path):
-    done = CliRunner().invoke(app, ["quantize", str(MODEL), "--out", str(tmp_path / "variants")])
-    assert done.exit_code == 1
+    command = ["quantize", str(MODEL), "--calib", "/nowhere.txt", "--out", str(tmp_path / "variants")]
+    assert CliRunner().invoke(app, command).exit_code == 1
     assert not (tmp_path / "variants").exists()
 
 
@@ -232,7 +258,6 @@ def test_norms_of_variants_keep_the_checkpoints_dtype(store):
     [
         (["--precisions", "int5"], "'int5'"),
         (["--precisions", ","], "no precision"),
-        (["--method", "awq"], "--calib FILE"),
         (["--method", "rtn", "--group", "48"], "group is 48"),
         (["--calib", "/nowhere.txt"], "/nowhere.txt"),
     ],

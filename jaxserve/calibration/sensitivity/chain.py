@@ -18,6 +18,7 @@ from jaxserve.core.config import ModelConfig
 from jaxserve.kernels import ProjectedQKV
 from jaxserve.models import Attend, abstract_block, rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
+from jaxserve.quantization.layer import Leaves
 from jaxserve.quantization.qarray import QArray
 
 Hidden = Float[Array, "N S E"]
@@ -67,15 +68,29 @@ class LayerChain:
     def _arrays(self, block_id: str, precision: str | None) -> Mapping[str, np.ndarray]:
         if precision is None:
             return self._checkpoint.block(block_id)
-        leaves = self._variants(layer_index(block_id), precision)
-        _, expected = abstract_block(self.config, block_id)
-        return {name: _in_full(leaves[name], variable.get_value()) for name, variable in expected.items()}
+        return _dequantized(self.config, block_id, self._variants(layer_index(block_id), precision))
+
+
+def run_layer(config: ModelConfig, index: int, leaves: Leaves, x: Hidden) -> Hidden:
+    """Return the output of a layer, quantised or not, in the configuration's dtype."""
+    block_id = layer_name(index)
+    graph, state = nnx.split(restore_block(config, block_id, _dequantized(config, block_id, leaves)))
+    return _layer(config, graph, config.window(index), state, x)
+
+
+def _dequantized(config: ModelConfig, block_id: str, leaves: Leaves) -> dict[str, np.ndarray]:
+    """Return a block's parameters in full."""
+    _, expected = abstract_block(config, block_id)
+    return {name: _in_full(leaves[name], variable.get_value()) for name, variable in expected.items()}
 
 
 def _in_full(leaf: np.ndarray | QArray, expected: jax.ShapeDtypeStruct) -> np.ndarray:
     """Return a leaf dequantised, in the shape and dtype that the module expects."""
-    array = leaf.dequantize() if isinstance(leaf, QArray) else leaf
+    array = _dequantize(leaf) if isinstance(leaf, QArray) else leaf
     return np.asarray(array, expected.dtype).reshape(expected.shape)
+
+
+_dequantize = jax.jit(QArray.dequantize)
 
 
 @partial(jax.jit, static_argnums=0)

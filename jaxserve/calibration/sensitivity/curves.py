@@ -15,8 +15,7 @@ from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, MDS, RAND
 
 STREAM_BYTES = 2 << 30  # of all hidden states in memory
 Set = frozenset[int]
-Begin = Callable[[str, int], Callable[[], None]]
-"""A progress display: (description, number of steps) -> a function to call after each step."""
+Begin = Callable[[str, int], Callable[[], None]]  # `cli.phases.Begin`
 
 
 def orders(scores: LayerScores, seeds: int) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -72,7 +71,7 @@ def qualities(
     totals = {swapped: np.zeros(3) for swapped in sets}
     groups = row_groups(chain, rows, len(sets))
     num_steps = len(groups) * chain.config.num_layers + len(rows)
-    done = begin(f"{precision}: quality of {len(sets)} sets of swapped layers", num_steps)
+    done = begin(f"{precision}: loss of {len(sets)} sets of layers", num_steps)
     head = chain.head
     for group in groups:
         streams: dict[Set, Hidden] = {Set(): chain.embed(group[:, :-1])}

@@ -4,12 +4,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from jaxserve.core.errors import CheckpointError, ConfigError
+from jaxserve.core.files import write_file
 
-FORMAT, VERSION = "jaxserve.sensitivity", 1
+FORMAT, VERSION = "jaxserve.sensitivity", 2
 FILE_NAME = "sensitivity.json"
 # Names of the compared orders: by falling LIS, chosen greedily; by falling MDS with no other layer swapped; and others.
 LIS, MDS, FRONT, BACK, RANDOM = "lis", "mds", "front-to-back", "back-to-front", "random"
@@ -33,6 +35,25 @@ class Text:
     part: tuple[float, float]  # begin and end, as shares of the file
     rows: int
     length: int  # tokens of a row
+
+
+@dataclass(frozen=True)
+class LayerLosses:
+    """The loss that a precision adds on a text, in nats a token: the KL divergence from full precision.
+
+    On text that the model has written itself, this is what the cross-entropy is expected to rise by, but with less
+    noise than the rise itself.
+    """
+
+    alone: tuple[float, ...]  # by layer, with all other layers in full precision
+    together: float  # with all layers in this precision
+    cross_entropy: float  # nats a token, of full precision
+
+    @property
+    def added(self) -> tuple[float, ...]:
+        """The loss that each layer adds; the sum is never below what all layers together were measured to add."""
+        factor = max(1.0, self.together / total) if (total := sum(self.alone)) > 0 else 1.0
+        return tuple(loss * factor for loss in self.alone)
 
 
 @dataclass(frozen=True)
@@ -75,7 +96,10 @@ class LayerScores:
 
 @dataclass(frozen=True)
 class SensitivityProfile:
-    """The order in which a model's layers are best swapped for quantised ones, with its scores and curves."""
+    """The loss of a model by layers in fewer bits, and the order in which they are best swapped for quantised ones.
+
+    Either `losses` was measured, or `scores` and `curves`, which take far longer.
+    """
 
     model: str
     model_sha256: str  # `checkpoint.variants.fingerprint`
@@ -84,17 +108,29 @@ class SensitivityProfile:
     weights: Weights
     positions: str
     calibration: Text
-    held_out: Text
+    held_out: Text | None  # of the curves
+    losses: Mapping[str, LayerLosses]  # by precision
     scores: Mapping[str, LayerScores]  # by precision
     curves: Mapping[str, Mapping[str, tuple[QualityCurve, ...]]]  # by precision and order; one for each random order
 
     @property
     def precisions(self) -> tuple[str, ...]:
         """The profiled precisions."""
-        return tuple(self.scores)
+        return tuple(dict.fromkeys((*self.scores, *self.losses)))
+
+    @property
+    def cross_entropy(self) -> float | None:
+        """Full precision's cross-entropy in nats a token, on the text of the losses or else of the curves."""
+        if self.losses:
+            return next(iter(self.losses.values())).cross_entropy
+        curves = [curve for orders in self.curves.values() for group in orders.values() for curve in group]
+        return curves[0].cross_entropy[0] if curves else None
 
     def order(self, precision: str) -> tuple[int, ...]:
         """Return all layers in the order of swapping. Raise `ConfigError` if `precision` was not profiled."""
+        if precision not in self.scores and precision in self.losses:
+            alone = self.losses[precision].alone
+            return tuple(sorted(range(self.num_layers), key=lambda layer: (alone[layer], layer)))
         scores = self.of(precision)
         return scores.mds_order if self.order_name(precision) == MDS else scores.order
 
@@ -112,11 +148,14 @@ class SensitivityProfile:
     def layer_losses(self) -> dict[str, tuple[float, ...]]:
         """Return by precision how much each layer adds to the cross-entropy, as a share of full precision's.
 
-        A layer adds what the order of swapping was measured to add when it came to this layer. Between two measured
-        numbers of swapped layers, each layer adds the same. Precisions whose order was not measured are left out.
+        A layer adds what it adds alone. In a profile that has curves instead, it adds what the order of swapping was
+        measured to add when it came to this layer. Between two measured numbers of swapped layers, each layer adds the
+        same. Precisions whose order was not measured are left out.
         """
         losses = {}
-        for precision in self.precisions:
+        for precision, found in self.losses.items():
+            losses[precision] = tuple(loss / found.cross_entropy for loss in found.added)
+        for precision in self.scores.keys() - losses.keys():
             if not (measured := self.curves.get(precision, {}).get(self.order_name(precision))):
                 continue
             curve = measured[0]
@@ -132,7 +171,7 @@ class SensitivityProfile:
         """Return the scores of a precision. Raise `ConfigError` if it was not profiled."""
         if precision not in self.scores:
             raise ConfigError(
-                f"the sensitivity profile of {self.model} has no {precision!r}, only {', '.join(self.scores)}; "
+                f"the sensitivity profile of {self.model} has no {precision!r}, only {', '.join(self.precisions)}; "
                 f"make one with: jaxserve profile --precisions {precision}"
             )
         return self.scores[precision]
@@ -150,11 +189,9 @@ class SensitivityProfile:
             )
 
     def save(self, path: Path) -> None:
-        """Write the profile to a file, which replaces an older one."""
+        """Write the profile to a file, which replaces an older one. Raise ConfigError if it cannot be written."""
         body = {"format": FORMAT, "version": VERSION} | asdict(self)
-        partial = path.with_name(path.name + ".part")
-        partial.write_text(json.dumps(body, indent=1) + "\n")
-        partial.replace(path)
+        write_file(path, json.dumps(body, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "SensitivityProfile":
@@ -182,8 +219,10 @@ def _from_json(body: dict[str, Any]) -> SensitivityProfile:
     values = {field.name: body[field.name] for field in fields(SensitivityProfile)}
     values["weights"] = Weights(**values["weights"])
     for name in ("calibration", "held_out"):
-        begin, end = values[name]["part"]
-        values[name] = Text(**values[name] | {"part": (begin, end)})
+        if name == "calibration" or values[name] is not None:
+            begin, end = values[name]["part"]
+            values[name] = Text(**values[name] | {"part": (begin, end)})
+    values["losses"] = {name: LayerLosses(**_tuples(losses)) for name, losses in values["losses"].items()}
     values["scores"] = {precision: LayerScores(**_tuples(scores)) for precision, scores in values["scores"].items()}
     values["curves"] = {
         precision: {
@@ -195,10 +234,14 @@ def _from_json(body: dict[str, Any]) -> SensitivityProfile:
 
 
 def _tuples(lists: dict[str, list[Any]]) -> dict[str, tuple[Any, ...]]:
-    return {name: tuple(values) for name, values in lists.items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in lists.items()}
 
 
 def _check_orders(profile: SensitivityProfile, path: Path) -> None:
+    for precision, losses in profile.losses.items():
+        values = (*losses.alone, losses.together)
+        if len(losses.alone) != profile.num_layers or not losses.cross_entropy > 0 or not all(map(isfinite, values)):
+            raise CheckpointError(f"{path}: the losses of {precision} must be a finite number for each layer")
     for precision, scores in profile.scores.items():
         if sorted(scores.order) != list(range(profile.num_layers)):
             raise CheckpointError(
