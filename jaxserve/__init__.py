@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PromptTooLong,
         QueueFull,
         RequestError,
+        UnknownKeyword,
     )
     from jaxserve.core.reasoning import ReasoningSection
     from jaxserve.core.request import CompletionOutput, RequestOutput
@@ -50,6 +51,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutput",
+    "UnknownKeyword",
     "__version__",
 ]
 

@@ -1,6 +1,6 @@
 """The command line as `python -m jaxserve`."""
 
-from jaxserve.cli.main import main
+from jaxserve.cli.start import main
 
 if __name__ == "__main__":
     main()

@@ -13,10 +13,14 @@ from jaxserve.actuator.host import DeviceHost
 from jaxserve.actuator.maker import InstanceMaker
 from jaxserve.actuator.regroup import DeviceRegroupActuator
 from jaxserve.actuator.throttle import Throttle
+from jaxserve.calibration.sensitivity.kept_profile import kept_profile
 from jaxserve.calibration.sensitivity.order import Sensitivity, sensitivity
+from jaxserve.calibration.sensitivity.profile import FILE_NAME as PROFILE
+from jaxserve.calibration.sensitivity.rounding_costs import FILE_NAME as COSTS, load_costs
+from jaxserve.checkpoint.kept import KeptLayers, kept_folder
 from jaxserve.checkpoint.layout import stored_layout
 from jaxserve.checkpoint.variants import fingerprint
-from jaxserve.compilation.cache import CompileCounter, use_persistent_cache
+from jaxserve.compilation.cache import CompileCounter, use_persistent_cache, user_cache_folder
 from jaxserve.compilation.programs import Compiler
 from jaxserve.compilation.saved import SavedPrograms, saved_programs
 from jaxserve.control import InstancePlan, PlanInForce, Resources, StagePlan
@@ -26,15 +30,17 @@ from jaxserve.control.costs import CostModel, MeasuredCosts, slow_precisions
 from jaxserve.control.groups import group_placements
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import POLICY_NAMES, QualityLoss, load_policy
+from jaxserve.control.policies.quality import FLOOR
 from jaxserve.control.policy import ForesightPolicy, Policy, errors_of_policy
 from jaxserve.control.reconfigure import PlanFacts
 from jaxserve.control.regrouping import Regrouping
 from jaxserve.control.service import ControlPlane
 from jaxserve.control.service_limits import ServiceLimits
-from jaxserve.core.block_names import is_layer
+from jaxserve.core.block_names import is_layer, layer_name
 from jaxserve.core.clock import Clock, SystemClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.machine import trim_heap
+from jaxserve.core.precision import BITS
 from jaxserve.core.progress import Progress, ignore_progress
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import ModelInfo
@@ -45,11 +51,11 @@ from jaxserve.engine.model_tokenizer import load_tokenizer
 from jaxserve.engine.step_log import CostsRecord, StepLog, resource_facts
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.executor.block_store import BlockStore
+from jaxserve.executor.block_store import BlockStore, ParameterSource
 from jaxserve.executor.blocks import BlockBuilder
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.faults import Fault
-from jaxserve.executor.fused import PATIENCE, FusedTier
+from jaxserve.executor.fused import FusedTier
 from jaxserve.executor.host_memory import HostMemory, PinnedMemory, pinned_memory
 from jaxserve.executor.programs import Programs
 from jaxserve.executor.timing import step_costs
@@ -85,6 +91,13 @@ class BuiltEngine:
     compilations: CompileCounter
     maker: InstanceMaker
     warm: WarmPlacements
+    store: BlockStore
+    kept: KeptLayers
+
+    @property
+    def rounded_layers(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The precisions that layers start in because they are rounded, and these layers."""
+        return _rounded_layers(self.resolved)
 
     @property
     def loops(self) -> dict[str, StepLoop]:
@@ -108,6 +121,19 @@ class BuiltEngine:
             self.host.connect(front)
         if self.control is not None:
             front.recover_by(self.control.can_recover)
+
+    def renew(self) -> None:
+        """Use layers and losses that were kept while the engine runs: from the next change of each layer on."""
+        resolved = self.resolved
+        if self.control is None:
+            return
+        kept = _kept_layers(resolved)
+        known = known_sensitivity(resolved, kept)
+        for stage in resolved.plan.instances[0].stages:
+            for block, precision in product((b.block for b in stage.blocks if is_layer(b.block)), kept.precisions):
+                self.store.renew(kept, block, precision, _placement(resolved, stage))
+        self.control.renew(_policy_loader(resolved, known, self.maker.costs), known.loss)
+        _log_losses(resolved, kept, known)
 
 
 def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> SyncEngine:
@@ -174,7 +200,8 @@ def build(
     resolved = resolve(config)
     tracer = None if config.otlp_endpoint is None else RequestTracer(config.otlp_endpoint, resolved.info.name)
     controlled = controlled or config.policy != STATIC
-    known = _sensitivity(resolved) if controlled else None
+    kept = _kept_layers(resolved)
+    known = known_sensitivity(resolved, kept) if controlled else None
     load = _policy_loader(resolved, known) if known else None
     policy = load(config.policy) if load else None
     step_log = None if config.step_log is None else StepLog(config.step_log, _step_log_header(resolved, known))
@@ -184,7 +211,7 @@ def build(
     metrics = EngineMetrics(resolved.info.name, partial(_cache_config, resolved), config.metrics_prefix)
     compilations = CompileCounter(metrics.compiled)
     clock = SystemClock()
-    store = _block_store(resolved, host_memory(resolved.devices[0]))
+    store = _block_store(resolved, kept, host_memory(resolved.devices[0]))
     saved = saved_programs(resolved.padded_model, resolved.devices)
     programs = _programs(resolved, store)
     maker = InstanceMaker(
@@ -203,8 +230,8 @@ def build(
     to_warm = WarmUp(
         maker.sizes,
         resolved.variants,
-        _fuses_ahead(resolved),
-        foreseen=partial(_foreseen, policy),
+        _fuses(resolved),
+        foreseen=partial(_foreseen, resolved, policy),
         moves=maker.compile_moves if controlled and _may_regroup(resolved) else lambda plan, compiler: None,
     )
     warm = WarmPlacements(programs, saved, compilations, resolved.devices, to_warm)
@@ -214,12 +241,14 @@ def build(
         _warm_up(resolved, executors, policy)
     if grammars is not None and eos_token_ids:
         Thread(target=grammars.prepare, name="jaxserve-grammars", daemon=True).start()
+    if _rounded_layers(resolved) or kept.precisions:
+        _log_losses(resolved, kept, known or known_sensitivity(resolved, kept))
     in_force = PlanInForce(resolved.plan)
     control = host = regrouper = None
     if known and load and policy:
         _hold_variants(resolved, store)
         if config.warmup and resolved.variants:
-            costs = _step_costs(resolved, executors[0], _foreseen(policy, resolved.plan.instances[0]))
+            costs = _step_costs(resolved, executors[0], _foreseen(resolved, policy, resolved.plan.instances[0]))
             for steps, instance in zip(instances, resolved.plan.instances, strict=True):
                 steps.core.replan(steps.core.salt, steps.core.plan_fields, costs.of(instance))
             if step_log is not None:
@@ -230,7 +259,7 @@ def build(
             policy = load(config.policy)
         host = _build_host(maker, instances, in_force)
         regrouper = _build_regrouper(maker, host, in_force, warm)
-        control = _build_control_plane(maker, policy, load, host, regrouper, in_force)
+        control = _build_control_plane(maker, policy, load, host, regrouper, in_force, known.loss)
         metrics.follow_control(control.state)
         if config.warmup:
             merged = placements_of(resolved.plan, resolved.degrees[-1])
@@ -266,10 +295,12 @@ def build(
         compilations,
         maker,
         warm,
+        store,
+        kept,
     )
 
 
-def _block_store(resolved: Resolved, memory: str | None) -> BlockStore:
+def _block_store(resolved: Resolved, source: ParameterSource, memory: str | None) -> BlockStore:
     """Return the store of all instances' parameters. Variants lie in host memory of kind `memory`, if there is one."""
     host_is_device = memory is None and resolved.devices[0].platform == "cpu"
     pinned, may_drop = None, resolved.limits.max_lanes > 1
@@ -278,7 +309,7 @@ def _block_store(resolved: Resolved, memory: str | None) -> BlockStore:
         first, *others = ([_placement(resolved, s) for s in i.stages] for i in resolved.plan.instances)
         pinned.check({pair for stages in (first, *others) for pair in zip(first, stages, strict=True)})
     return BlockStore(
-        resolved.checkpoint,
+        source,
         resolved.padded_model,
         resolved.variants,
         host_is_device=host_is_device,
@@ -309,9 +340,13 @@ def _hold_variants(resolved: Resolved, store: BlockStore) -> None:
             store.hold(block, precision, _placement(resolved, stage))
 
 
-def _foreseen(policy: Policy | None, instance: InstancePlan) -> Sequence[InstancePlan]:
-    """Return the plans that a policy may hold for long in an instance. Raise `ConfigError` if the policy raises."""
-    if not isinstance(policy, ForesightPolicy):
+def _foreseen(resolved: Resolved, policy: Policy | None, instance: InstancePlan) -> Sequence[InstancePlan]:
+    """Return the plans that a policy may hold for long in an instance, and whose steps are therefore fused.
+
+    There are none on GPU: such plans have KV pools of more segments there, and each would take seconds a shape.
+    Raise `ConfigError` if the policy raises.
+    """
+    if not isinstance(policy, ForesightPolicy) or resolved.devices[0].platform != "cpu":
         return ()
     with errors_of_policy(f"policy {policy.name}: foresee"):
         return policy.foresee(instance)
@@ -382,7 +417,7 @@ def _warm_up(resolved: Resolved, executors: Sequence[BlockExecutor], policy: Pol
         executor.start_compiling()
     for executor, instance in zip(executors, resolved.plan.instances, strict=True):
         executor.warm()
-        foreseen = _foreseen(policy, instance)
+        foreseen = _foreseen(resolved, policy, instance)
         warm_variants(executor, resolved.padded_model, instance, resolved.variants, foreseen)
         executor.settle()
         trim_heap()
@@ -399,7 +434,7 @@ def _step_costs(resolved: Resolved, executor: BlockExecutor, foreseen: Sequence[
         "fuse": config.fuse,
     }
     instance, variants = resolved.plan.instances[0], resolved.variants
-    fused = [plan.layer_precisions for plan in (instance, *foreseen)] if executor.fuses_ahead else []
+    fused = [plan.layer_precisions for plan in (instance, *foreseen)] if executor.fuses else []
     costs = step_costs(executor, model, instance, variants, fused, facts)
     for sentence in slow_precisions(costs, model.dtype, resolved.buckets.max_num_seqs):
         log.warning("%s", sentence)
@@ -417,7 +452,7 @@ def _policy_loader(resolved: Resolved, known: Sensitivity, costs: MeasuredCosts 
         resources=_resources(resolved, costs),
         swap_order=known.swap_order,
         **_objectives(resolved.config),
-        loss=None if known.layer_losses is None else QualityLoss(known.layer_losses),
+        loss=known.loss,
     )
 
 
@@ -433,6 +468,7 @@ def _build_control_plane(
     host: DeviceHost,
     regrouper: DeviceRegroupActuator,
     in_force: PlanInForce,
+    loss: QualityLoss,
 ) -> ControlPlane:
     resolved, step_log = maker.resolved, maker.step_log
     resources = _resources(resolved, maker.costs)
@@ -448,6 +484,7 @@ def _build_control_plane(
         policy_names=POLICY_NAMES,
         load_policy=load,
         started_with=str(resolved.config.policy),
+        loss=loss,
     )
 
 
@@ -484,40 +521,73 @@ def _step_log_header(resolved: Resolved, known: Sensitivity | None) -> dict[str,
         "policy": str(config.policy),
         **_objectives(config),
         "swap_order": known.swap_order if known else (),
-        "layer_losses": known.layer_losses if known else None,
+        "layer_losses": known.loss.by_layer if known else None,
         "resources": resource_facts(resources, resolved.plan),
     }
 
 
-def _sensitivity(resolved: Resolved) -> Sensitivity:
-    checkpoint = resolved.checkpoint
-    weights = partial(fingerprint, checkpoint)
-    return sensitivity(checkpoint.path, resolved.padded_model.num_layers, resolved.variants, weights)
+def known_sensitivity(resolved: Resolved, kept: KeptLayers) -> Sensitivity:
+    """Return what is known of the layers: by the profile in the model's folder, or else by what was kept."""
+    checkpoint, num_layers = resolved.checkpoint, resolved.padded_model.num_layers
+    if (checkpoint.path / PROFILE).is_file() or kept.folder is None:
+        weights = partial(fingerprint, checkpoint)
+        return sensitivity(checkpoint.path, num_layers, resolved.variants, weights)
+    profile = kept_profile(kept)
+    costs = load_costs(kept.folder / COSTS, partial(fingerprint, checkpoint))
+    return Sensitivity.of(num_layers, resolved.variants, profile, costs)
 
 
-def _fuses_ahead(resolved: Resolved) -> bool:
-    """Return whether steps that only decode are fused before an instance serves: on CPU, unless `fuse` forbids it."""
+def _rounded_layers(resolved: Resolved) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    layers: dict[str, list[int]] = {}
+    for index, precision in enumerate(resolved.plan.instances[0].layer_precisions):
+        if precision in BITS and resolved.checkpoint.is_rounded(layer_name(index), precision):
+            layers.setdefault(precision, []).append(index)
+    return tuple((precision, tuple(indices)) for precision, indices in layers.items())
+
+
+def _log_losses(resolved: Resolved, kept: KeptLayers, known: Sensitivity) -> None:
+    """Log what fewer bits were measured to cost: layers that are rounded, and all layers that were prepared."""
+    num_layers, loss = resolved.padded_model.num_layers, known.loss
+    costs = {} if kept.folder is None else load_costs(kept.folder / COSTS, partial(fingerprint, kept.checkpoint))
+    command = f"jaxserve quantize {kept.checkpoint.path}"
+    for precision, layers in _rounded_layers(resolved):
+        if precision in costs and costs[precision].layers == layers:
+            text = costs[precision].text(precision, num_layers, command)
+        elif loss.is_measured([precision]):
+            share = sum(loss.by_layer[precision][layer] for layer in layers)
+            text = f"layers rounded to {precision} lose about {100 * share:.1f} % by {PROFILE}; `{command}` lowers it"
+        else:
+            continue
+        much = sum(loss.by_layer[precision][layer] for layer in layers) > FLOOR
+        log.log(logging.WARNING if much else logging.INFO, "%s", text)
+    for precision in kept.precisions:
+        share = loss([precision] * num_layers)
+        log.info(
+            "layers prepared in %s are used; all of them lose %.1f %% on the model's own text", precision, 100 * share
+        )
+
+
+def _kept_layers(resolved: Resolved) -> KeptLayers:
+    """Return the checkpoint, with kept layers in precisions that no layer starts in.
+
+    What layers start in stays what it was, so that a model answers the same at every start.
+    """
+    config, started = resolved.config, resolved.plan.instances[0].layer_precisions
+    made = config.load_format == "dummy"
+    folder = None if made else kept_folder(resolved.checkpoint.path, user_cache_folder())
+    return KeptLayers(resolved.checkpoint, folder, tuple(name for name in resolved.variants if name not in started))
+
+
+def _fuses(resolved: Resolved) -> bool:
+    """Return whether steps that only decode are fused before an instance serves: by default if it is warmed up."""
     config = resolved.config
-    return resolved.devices[0].platform == "cpu" and (config.warmup if config.fuse is None else config.fuse)
+    return config.warmup if config.fuse is None else config.fuse
 
 
 def _fused_tier(
     resolved: Resolved, compilations: CompileCounter, saved: SavedPrograms, programs: Programs
 ) -> FusedTier | None:
-    """Return the fused tier that the configuration asks for, or None.
-
-    On CPU steps are fused at warm-up only, unless `fuse` asks for more: fusing takes half a second a shape there, and
-    later it would take cores from the steps.
-    """
-    config, on_cpu = resolved.config, resolved.devices[0].platform == "cpu"
-    ahead = _fuses_ahead(resolved)
-    if config.fuse is False or (on_cpu and not ahead):
+    """Return the fused tier of an instance, or None if it runs all steps block by block."""
+    if not _fuses(resolved):
         return None
-    background = config.fuse is True or not on_cpu
-    return FusedTier(
-        compilations,
-        patience=PATIENCE if background else None,
-        at_warmup=ahead,
-        compiler=Compiler(saved),
-        programs=programs.fused,
-    )
+    return FusedTier(compilations, compiler=Compiler(saved), programs=programs.fused)

@@ -8,10 +8,8 @@ hold the requests that ended, in order of arrival. Latencies count from `start_t
 its arrival unless --max-concurrency held it back.
 """
 
-import contextlib
 import json
 import math
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -23,7 +21,7 @@ import numpy as np
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.redaction import masked, masked_command
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.files import parse_json, read_text
+from jaxserve.core.files import parse_json, read_text, write_file, writing
 
 SCHEMA_VERSION = 1
 Result = dict[str, Any]
@@ -125,16 +123,10 @@ def save(result: Mapping[str, Any], path: Path) -> None:
     Raise ConfigError if the file cannot be written.
     """
     lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in result.items())
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+    write_file(path, text)
 
 
 def load(path: Path) -> dict[str, Any]:

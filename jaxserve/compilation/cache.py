@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from jaxserve.core.files import replace_file
+
 log = logging.getLogger(__name__)
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # the name of the monitoring event
@@ -27,6 +29,14 @@ def default_cache_folder() -> Path:
     """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "jaxserve" / "xla"
+
+
+def user_cache_folder() -> Path | None:
+    """Return jaxserve in the user's cache folder; None if the user has no home folder."""
+    try:
+        return default_cache_folder().parent
+    except RuntimeError:
+        return None
 
 
 def use_persistent_cache(folder: str | Path | None) -> None:
@@ -63,10 +73,8 @@ def write_json(file: Path, value: Any, max_files: int) -> None:
 
     Raise OSError if the file cannot be written.
     """
-    partial = file.with_suffix(f".{os.getpid()}.partial")
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(json.dumps(value), encoding="utf-8")
-    partial.replace(file)
+    replace_file(file, json.dumps(value).encode())
     by_age = sorted(file.parent.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     for old in by_age[max_files:]:
         old.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -50,8 +51,17 @@ class Program:
         return lowered
 
 
+def untraced(function: Callable) -> Callable:
+    """Return a function that computes the same, and that JAX has never traced.
+
+    JAX keeps what it has compiled for a function. It does not look into its persistent cache then, so that the
+    executable cannot be saved, nor loaded for other devices.
+    """
+    return partial(function)
+
+
 class StartsCompiling(Protocol):
-    """What is told all programs of an instance, one after another: a `Compiler`, or a check that they are there."""
+    """A listener that is told all programs of an instance: a `Compiler`, or a check that they are there."""
 
     def compile(self, program: Program, key: Hashable, *arguments: Any, static: tuple = ()) -> Any:
         """Take note of a program for these arguments under a key, and return the abstract results."""

@@ -176,15 +176,15 @@ class Controller:
                 instance.set_policy(policy, states[name] if name in states else instance.first_state(policy))
         self._in_force.tell()  # of what may come into force under this policy
 
-    def change_policy(self, now: float, policy: Policy, change: str) -> None:
-        """Let an operator set another policy, and record this as a decision without transitions.
+    def change_policy(self, now: float, policy: Policy, change: str, why: str = BY_OPERATOR) -> None:
+        """Set another policy, and record this as a decision without transitions, with the reason `why` it was set.
 
         Raise `ConfigError`, with nothing changed, if the policy cannot begin.
         """
         self.set_policy(policy)
         with self._lock:
             version = self._in_force.version
-            self._record(Decision(now, policy.name, f"{BY_OPERATOR}{change}", version, version, (), "done"))
+            self._record(Decision(now, policy.name, f"{why}{change}", version, version, (), "done"))
 
     def check(self, plan: Plan) -> None:
         """Raise `PlanError` if a plan does not fit, or cannot be reached from the plan in force."""

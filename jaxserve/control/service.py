@@ -15,12 +15,13 @@ from jaxserve.control.ledger import DeviceLedgers
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.plan_edits import INTO, PlanEdit
 from jaxserve.control.plan_yaml import from_yaml, to_dict, to_yaml
+from jaxserve.control.policies.quality import FLOOR, QualityLoss
 from jaxserve.control.policy import Policy
 from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import ConfigError, PlanError, RequestError
-from jaxserve.telemetry import ControlState, Snapshot, WaitingRoom, combine
+from jaxserve.telemetry import ControlState, Quality, Snapshot, WaitingRoom, combine
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class ControlPlane:
         policy_names: Iterable[str],
         load_policy: Callable[..., Policy],
         started_with: str,
+        loss: QualityLoss | None = None,
     ):
         """`snapshots()` returns the latest snapshot of each instance by its name.
 
@@ -51,8 +53,10 @@ class ControlPlane:
 
         `load_policy(name)` returns a policy of `policy_names`. It takes `settings`, and a plan as `target` for
         "manual". `started_with` is the name or the file of the controller's present policy. That policy can be set
-        again by the same text, so that no request over HTTP makes the engine read or run a file.
+        again by the same text, so that no request over HTTP makes the engine read or run a file. `loss` is what fewer
+        bits cost.
         """
+        self._loss = loss
         self._controller, self._resources, self._ledgers, self._clock = controller, resources, ledgers, clock
         self._snapshots, self._waiting, self._longest = snapshots, waiting, longest
         self._max_pages = lru_cache(maxsize=8)(partial(_max_pages, resources))
@@ -83,6 +87,11 @@ class ControlPlane:
         return _Ticker(tick, self._controller.interval, self._clock)
 
     @property
+    def loss(self) -> QualityLoss | None:
+        """The loss that fewer bits are expected to cause; None if nothing is known."""
+        return self._loss
+
+    @property
     def policy(self) -> Policy:
         """The policy that decides."""
         return self._controller.policy
@@ -90,6 +99,17 @@ class ControlPlane:
     def can_recover(self, name: str) -> bool:
         """Return whether the requests of an instance that fails now can go on."""
         return not self._closed and self._controller.can_recover(name)
+
+    def renew(self, load_policy: Callable[..., Policy], loss: QualityLoss) -> None:
+        """Go on with what has been measured meanwhile: `load_policy` and `loss` as at the start.
+
+        A policy that an operator has given other settings keeps deciding as before.
+        """
+        name, before = self._first
+        policy = load_policy(name) if name != "manual" else before
+        self._load_policy, self._loss, self._first = load_policy, loss, (name, policy)
+        if self._controller.policy is before and policy is not before:
+            self._change(policy, name, name, why="layers were measured: ")
 
     # -- what operators see
 
@@ -135,6 +155,7 @@ class ControlPlane:
                 "most": self._max_pages(tuple(instance.with_kv_pages(1) for instance in plan.instances)),
             },
             "snapshot": _plain(snapshot),
+            "quality": asdict(self._quality(plan)),
             **_objectives(controller.policy),
         }
 
@@ -151,7 +172,8 @@ class ControlPlane:
 
     def state(self) -> ControlState:
         controller = self._controller
-        return ControlState(self._headroom.of(controller.policy, controller.plan), controller.ended)
+        plan = controller.plan
+        return ControlState(self._headroom.of(controller.policy, plan), controller.ended, self._quality(plan))
 
     def decisions(self, limit: int) -> list[dict[str, Any]]:
         return [asdict(decision) for decision in self._controller.latest_decisions(limit)]
@@ -213,10 +235,36 @@ class ControlPlane:
         return to_dict(plan)
 
     def _set_plan(self, plan: Plan, described: str) -> None:
-        self._change(self._load_policy("manual", target=plan), "manual", "manual", plan, f"{described}, ")
+        price = self._price(plan)
+        self._change(self._load_policy("manual", target=plan), "manual", "manual", plan, f"{described}{price}, ")
+
+    def _price(self, plan: Plan) -> str:
+        """Return in words what a plan of an operator costs if it is more than policies accept; otherwise ""."""
+        floor = getattr(self._first[1], "max_quality_loss", None) or FLOOR
+        loss = self._quality(plan).loss
+        if loss <= floor:
+            return ""
+        text = f" that is expected to lose {loss:.1%}, more than the floor of {floor:.0%}".replace("%", " %")
+        log.warning("an operator sets a plan%s of the cross-entropy (max_quality_loss)", text)
+        return text
+
+    def _quality(self, plan: Plan) -> Quality:
+        """Return what a plan costs in the instance that loses most."""
+        floor = getattr(self._controller.policy, "max_quality_loss", None)
+        if self._loss is None:
+            return Quality(floor=floor)
+        loss = self._loss
+        layers = max((instance.layer_precisions for instance in plan.instances), key=loss)
+        return Quality(loss(layers), loss.nats(layers), floor, loss.is_measured(layers))
 
     def _change(
-        self, policy: Policy, name: str, described: str, plan: Plan | None = None, plan_described: str = ""
+        self,
+        policy: Policy,
+        name: str,
+        described: str,
+        plan: Plan | None = None,
+        plan_described: str = "",
+        why: str | None = None,
     ) -> None:
         """Set another policy, or a plan with the policy that keeps it, and record it.
 
@@ -229,7 +277,7 @@ class ControlPlane:
                 self._controller.check(plan)
             change = f"{plan_described}policy {self._policy_name} -> {described}"
             try:
-                self._controller.change_policy(self._clock.now(), policy, change)
+                self._controller.change_policy(self._clock.now(), policy, change, *(() if why is None else (why,)))
             except ConfigError as error:
                 raise RequestError(str(error), field="policy") from error
             if not self._ticker.stop():

@@ -70,6 +70,7 @@ class _DeviceCopy:
         self.references: set[Reference] = set()
         self.parameters: Mapping[str, Parameter] | None = None
         self.tied: Reference | None = None  # the embedding, whose arrays are the weight of this head
+        self.outdated = False  # what is held instead was read later
 
     def free(self) -> None:
         """Free the arrays, except those that belong to the embedding."""
@@ -134,6 +135,21 @@ class BlockStore:
             self._held.get(block, precision, self._shardings(block, precision, placement))
         else:
             self._source.remember(block)
+
+    def renew(self, source: ParameterSource, block: str, precision: str, placement: Placement) -> None:
+        """Hold what another source has of a variant that is held, and read what is not held from there as well.
+
+        Layers that run on what was held before go on with it until they change.
+        """
+        self._source = source
+        if not self._held.holds(block, precision):
+            return
+        self._held.renew(block, precision, self._shardings(block, precision, placement))
+        with self._lock:
+            for key in [key for key in self._copies if key[:2] == (block, precision)]:
+                self._copies[key].outdated = True
+                if not self._copies[key].references:
+                    del self._copies[key]
 
     def acquire(
         self, block: str, precision: str, placement: Placement, *, between: Between = None, copied: Copied = None
@@ -295,7 +311,7 @@ class BlockStore:
                 return
             # Arrays on held memory are kept: they take none of their own, and making them again takes a millisecond,
             # twenty with the throttle, while a layer waits to change.
-            kept = reference.in_place and copy.parameters is not None
+            kept = reference.in_place and copy.parameters is not None and not copy.outdated
             if not kept:
                 del self._copies[key]
         if kept:

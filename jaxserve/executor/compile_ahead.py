@@ -79,7 +79,7 @@ class StepCompiler:
                 pages = self._sizes.kv_lanes.arrays(count)
                 pool = _with_sharding(self._programs.pools(place.placement).abstract(pages), place.sharding(POOL))
                 arguments = (*_with_sharding(inputs, place.sharding()), pool)
-                self._compiler.compile(layer.executable, (shape, pages), *arguments, *layer.leaves)
+                self._compiler.compile(layer.executable, (shape.of_layers, pages), *arguments, *layer.leaves)
 
     def fused_stages(
         self, stages: Sequence[Stage], layers: Sequence[Block], segments: int = 1
@@ -115,7 +115,7 @@ class StepCompiler:
         """Start to compile a decoder layer for a shape and a number of segments of its KV pool."""
         pages = self._sizes.kv_lanes.arrays(segments)
         arguments = (*self.layer_inputs(placement, shape), self._programs.pools(placement).abstract(pages))
-        self._compiler.compile(layer.executable, (shape, pages), *arguments, *layer.leaves)
+        self._compiler.compile(layer.executable, (shape.of_layers, pages), *arguments, *layer.leaves)
 
     def _step_inputs(self, placement: Placement, shape: StepShape) -> tuple:
         """Start to compile the unpacking of a step, and return its results (tokens, rows, cos, sin, slots, meta)."""

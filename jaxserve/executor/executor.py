@@ -213,18 +213,18 @@ class BlockExecutor:
         self._compiler.wait()
         for shape in self._warm_up_shapes():
             inputs = jax.tree.map(_zeros, self._ahead.layer_inputs(stage.placement, shape))
-            run = loaded.executable.at((shape, self.pools.pages))
+            run = loaded.executable.at((shape.of_layers, self.pools.pages))
             _, self.pools[layer] = run(*inputs, self.pools[layer], *loaded.leaves)
         jax.block_until_ready(self.pools[layer])
 
     @property
-    def fuses_ahead(self) -> bool:
-        """True if `fuse_decodes` fuses steps before the engine serves."""
-        return self._fused is not None and self._fused.at_warmup
+    def fuses(self) -> bool:
+        """True if `fuse_decodes` fuses steps."""
+        return self._fused is not None
 
     def fuse_decodes(self, layers: abc.Sequence[BlockSignature]) -> None:
-        """Start to fuse the shapes of decode-only steps for these decoder layers, if the fused tier does so ahead."""
-        if self._fused is None or not self.fuses_ahead:
+        """Start to fuse the shapes of decode-only steps for these decoder layers, if there is a fused tier."""
+        if self._fused is None:
             return
         segments = self.pools.segments
         for index, shape, program, arguments in self._ahead.fused_stages(self._stages, layers, segments):
@@ -305,7 +305,7 @@ class BlockExecutor:
         """Dispatch the sampling of a step's rows; those whose token is known or not needed any more sample nothing."""
         sequences: list[Sequence | None] = [
             *work.decodes,
-            *(c.sequence if c.last and not c.sequence.request.embed else None for c in work.chunks),
+            *(c.sequence if c.last and c.sequence.request.generates else None for c in work.chunks),
         ]
         if work.sampled_late:
             sequences = [None if s is None or s.slot < 0 or s.num_known_inflight else s for s in sequences]
@@ -353,7 +353,7 @@ class BlockExecutor:
         key = index, shape, self.pools.segments
         if key not in self._layer_calls:
             pages = self.pools.pages
-            self._layer_calls[key] = tuple(loaded.executable.at((shape, pages)) for loaded in stage.layers)
+            self._layer_calls[key] = tuple(loaded.executable.at((shape.of_layers, pages)) for loaded in stage.layers)
         return self._layer_calls[key]
 
     def _newest_tokens(self, stage: Stage) -> Array:

@@ -1,13 +1,11 @@
 """The fused tier: one executable for all that a stage does in a step, from the packed inputs to the logits.
 
 It is an optimisation that may be missing at any time: steps then run block by block. An executable belongs to a step
-shape and to the executables of the layers, so that it is found again when an assignment of precisions returns.
-Executables for decode-only steps may be compiled at warm-up. Others are compiled in a background thread, after a shape
-has been used often since a layer was last replaced.
+shape and to the executables of the layers, so that it is found again when an assignment of precisions returns. It is
+compiled at warm-up, for steps that only decode.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -22,9 +20,6 @@ from jaxserve.core.step_shapes import StepShape
 from jaxserve.kernels import Pool
 
 log = logging.getLogger(__name__)
-
-PATIENCE = 32  # uses of a shape before it is worth fusing in the background
-MAX_BACKGROUND = 256  # executables compiled in the background
 
 Fused = Callable[..., tuple[Array, tuple[Array, ...], tuple[Pool, ...]]]
 
@@ -94,10 +89,6 @@ class FusedPrograms:
             self._executables[key] = compiler.executable(Program(program.name, jitted), *arguments)
         return self._executables[key]
 
-    def drop(self, key: Hashable) -> None:
-        """Forget an executable. Who has found it may go on with it."""
-        self._executables.pop(key, None)
-
 
 def shared_key(program: StageProgram, arguments: tuple) -> Hashable:
     """Return what identifies the executable of a stage for these arguments, in any instance."""
@@ -106,79 +97,54 @@ def shared_key(program: StageProgram, arguments: tuple) -> Hashable:
 
 
 class FusedTier:
-    """The fused executables of an executor, and the threads that compile them."""
+    """The fused executables of an executor, and the threads that compile them before the executor serves.
+
+    Nothing is compiled while steps run: on CPU they need the cores, and on GPU compiling tries kernels on the device.
+    """
 
     def __init__(
-        self,
-        counter: CompileCounter,
-        *,
-        patience: int | None = PATIENCE,
-        at_warmup: bool = False,
-        compiler: Compiler | None = None,
-        programs: FusedPrograms | None = None,
+        self, counter: CompileCounter, *, compiler: Compiler | None = None, programs: FusedPrograms | None = None
     ):
-        """Compile a shape in the background after `patience` uses, or never for None.
-
-        With `at_warmup` the executor compiles the shapes of decode-only steps while it warms up. `programs` has what
-        other executors have compiled.
-        """
-        self.at_warmup = at_warmup
+        """Take the executables that other executors have compiled: `programs`."""
         self._counter = counter
         self._compiler = compiler or Compiler()
         self._programs = programs or FusedPrograms()
-        self._patience = patience
-        self._uses: Counter[StageKey] = Counter()
-        self._compiled: dict[StageKey, tuple[Future[None], Hashable]] = {}  # with the shared keys
+        self._compiled: dict[StageKey, Future[None]] = {}
         self._ready: dict[StageKey, Fused] = {}
-        threads = compile_threads() if patience is None else 1  # while the engine serves, steps need the cores
-        self._pool = ThreadPoolExecutor(threads, "jaxserve-fuse", initializer=self._mark_thread)
+        self._missing: set[StageKey] = set()  # what no executor had compiled at its first use
+        self._pool = ThreadPoolExecutor(compile_threads(), "jaxserve-fuse", initializer=self._mark_thread)
 
     def find(self, key: StageKey) -> Fused | None:
         """Return the executable for a key if it is ready. This never waits."""
         return self._ready.get(key)
 
     def seek(self, key: StageKey, outline: Callable[[], tuple[StageProgram, tuple]]) -> Fused | None:
-        """Count a use of a stage for which nothing is ready, and return what another executor has compiled for it.
+        """Return what another executor has compiled for a stage for which nothing is ready.
 
-        Begin to compile it if it is used often. `outline` returns the stage's program and its abstract arguments, which
-        takes a moment: it is called at the first use of a key, and when its compilation begins.
+        `outline` returns the stage's program and its abstract arguments. That takes a moment, so that it is called at
+        the first use of a key alone, until layers are replaced.
         """
-        self._uses[key] += 1
-        if self._uses[key] == 1:
-            found = self._programs.find(shared_key(*outline()))
-            if found is not None:
-                self._ready[key] = found
-            return found
-        if self._uses[key] == self._patience:
-            program, arguments = outline()
-            self.compile(key, program, *arguments)
-        return None
+        if key in self._missing:
+            return None
+        found = self._programs.find(shared_key(*outline()))
+        if found is None:
+            self._missing.add(key)
+        else:
+            self._ready[key] = found
+        return found
 
     def compile(self, key: StageKey, program: StageProgram, *arguments: Any) -> None:
-        """Start to compile a stage for arguments of these shapes, unless that was started before.
-
-        The oldest background executables beyond `MAX_BACKGROUND` are dropped.
-        """
+        """Start to compile a stage for arguments of these shapes, unless that was started before."""
         if key not in self._compiled:
-            outlines = jax.tree.map(abstract, arguments)
-            future = self._pool.submit(self._compile, key, program, outlines)
-            self._compiled[key] = future, shared_key(program, outlines)
-            while self._patience is not None and len(self._compiled) > MAX_BACKGROUND:
-                oldest = next(iter(self._compiled))
-                future, shared = self._compiled.pop(oldest)
-                future.cancel()
-                self._ready.pop(oldest, None)
-                self._programs.drop(shared)
+            self._compiled[key] = self._pool.submit(self._compile, key, program, jax.tree.map(abstract, arguments))
 
     def blocks_changed(self) -> None:
-        """Count uses from zero, and drop the compilations that have not begun: they may never be needed."""
-        self._uses.clear()
-        for key in [key for key, (future, _) in self._compiled.items() if future.cancel()]:
-            del self._compiled[key]
+        """Look once more for what other executors have compiled."""
+        self._missing.clear()
 
     def wait(self) -> None:
         """Wait for the compilations that were started."""
-        wait([future for future, _ in self._compiled.values()])
+        wait(self._compiled.values())
 
     def close(self) -> None:
         """Drop the compilations that have not begun, and wait for the others."""

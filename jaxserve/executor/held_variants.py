@@ -66,6 +66,14 @@ class HeldVariants:
         with self._lock:
             return dict(self._held.get((block, precision), {}))
 
+    def renew(self, block: str, precision: str, shardings: Mapping[str, NamedSharding]) -> None:
+        """Read a variant again, and hold it as devices share it that have these shardings. Other cuts are given up."""
+        with self._reading:
+            degree = next(iter(shardings.values())).mesh.size if self._host_is_device else 1
+            made = self._make(block, precision, shardings, {})
+            with self._lock:
+                self._held[block, precision] = {degree: made}
+
     def drop(self, block: str, precision: str, degree: int) -> bool:
         """Give up the cut for a degree, unless it is the only one. Return whether it was given up."""
         with self._lock:

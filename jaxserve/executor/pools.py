@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxserve.compilation.programs import Program, StartsCompiling
+from jaxserve.compilation.programs import Program, StartsCompiling, untraced
 from jaxserve.core.kv_layout import MAX_MOVED_PAGES
 from jaxserve.core.step_shapes import smallest_holding
 from jaxserve.kernels import (
@@ -128,7 +128,7 @@ class PoolPrograms:
                 check_vma=False,  # custom calls do not declare how their outputs vary
             )
         donated = 0 if in_place else ()
-        return Program(name, jax.jit(operation, donate_argnums=donated, out_shardings=self.sharding))
+        return Program(name, jax.jit(untraced(operation), donate_argnums=donated, out_shardings=self.sharding))
 
 
 class Pools:

@@ -10,7 +10,7 @@ import jax
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxserve.compilation.programs import Program
+from jaxserve.compilation.programs import Program, untraced
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.executor.blocks import BlockBuilder
 from jaxserve.executor.fused import FusedPrograms
@@ -99,9 +99,7 @@ class Programs:
         """Return hidden states [R, E] -> embeddings f32[R, E]."""
 
         def make() -> Program:
-            # A function of its own, because JAX does not ask its cache for a function that another engine has compiled.
-            function = partial(unit_length)
-            return Program("normalize", jax.jit(function, out_shardings=placement.sharding()))
+            return Program("normalize", jax.jit(untraced(unit_length), out_shardings=placement.sharding()))
 
         return self._once(("normalize", placement), make)
 

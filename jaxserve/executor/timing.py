@@ -4,7 +4,10 @@ Real steps run through the executor on sequences that nobody asked for. A step w
 one without any; the difference is the time of these layers. Of a large model only a few layers are timed.
 
 Full precision and one variant take turns, so that a busy machine is no disadvantage for either. The fastest of several
-repetitions counts, because whatever else the machine does only makes steps slower. These steps run block by block.
+repetitions counts, because whatever else the machine does only makes steps slower. A time that is not found twice, or
+that no layer can take (`time_bounds.py`), is measured again, and left out in the end: other numbers of rows tell what
+it would be. These steps run block by block.
+
 Where fast steps that only decode are fused before the engine serves, each such assignment of precisions is timed too.
 
 At most one variant is loaded at a time, unless its layers run on variants that are in memory anyway.
@@ -40,11 +43,19 @@ from jaxserve.core.step_shapes import StepShape, smallest_holding
 from jaxserve.core.work import Chunk, Work
 from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
+from jaxserve.executor.time_bounds import (
+    bounded,
+    is_confirmed,
+    least_seconds,
+    possible,
+    without,
+    without_attention,
+)
 from jaxserve.parallel.placement import Placement
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # of cached times
+FORMAT = 3  # of cached times
 FOLDER = "jaxserve-costs"  # in the folder of JAX's cache
 MAX_FILES = 64
 
@@ -52,6 +63,8 @@ BUDGET_S = 1.0  # time that all trials together should take
 MAX_S = 2.0  # time after which only the two most important cases are timed
 MIN_CASES = 2
 MIN_ROUNDS, MAX_ROUNDS = 3, 7  # repetitions of each trial; fewer if one round takes longer than its share
+MOST_ROUNDS = 20  # where least times are not found twice
+MAX_ATTEMPTS = 4  # to find times that layers can take
 # Consecutive fast steps over which the mean is taken: short, so that few are interrupted by other work.
 WINDOW = 3
 BURST_S = 0.003  # time for which fast steps run before another trial takes its turn
@@ -175,12 +188,13 @@ class CostTimer:
         now: Callable[[], float] = time.perf_counter,
     ):
         """`fused`: the precisions of all layers with which the executor fuses steps, those of the start among them."""
-        self._executor, self._variants, self._now = executor, variants, now
+        self._executor, self._model, self._variants, self._now = executor, model, variants, now
         self._fused = tuple(dict.fromkeys(fused))
         self._layers = [block for block in executor.blocks if is_layer(block.block)]
         self.kinds = tuple(_kind(model, layer_index(loaded.block)) for loaded in self._layers)
         self._cases = Cases(executor, model.vocab_size, instance.kv_pages)
         self._rest: dict[Case, list[float]] = {}  # times of steps without layers
+        self.disturbed = False  # whether other work of the machine kept some times from being found
 
     def measure(self) -> MeasuredCosts:
         """Return the costs of layers that run at present, and of all variants."""
@@ -205,34 +219,51 @@ class CostTimer:
         per_context = self._slope(running, self._cases.decodes(len(long.work.decodes), 1), long)
         per_prefill = self._slope(running, self._cases.chunk(late=False), self._cases.chunk(late=True))
         times: dict[str, dict[Case, float]] = {}
+        doubtful: set[Case] = set()
         for precision in precisions or (base,):
             with self._loaded(kind, precision) as variant:
                 for case in self._cases_in_time(main):
-                    for name, seconds in self._time_layers(case, {precision: variant, base: running}).items():
+                    found, sure = self._time_layers(case, {precision: variant, base: running})
+                    doubtful |= set() if sure else {case}
+                    for name, seconds in found.items():
                         of_precision = times.setdefault(name, {})
                         of_precision[case] = min(seconds, of_precision.get(case, inf))
         curves = {
             precision: _curve(
-                (case.shape.tokens, seconds - per_context * case.context - per_prefill * case.prefill)
-                for case, seconds in found.items()
+                (case.shape.tokens, without_attention(seconds, per_context * case.context + per_prefill * case.prefill))
+                for case, seconds in bounded(found, times[base]).items()
             )
-            for precision, found in times.items()
+            for precision, found in without(doubtful, times, base).items()
         }
         return LayerCosts(curves, per_context, per_prefill)
 
-    def _time_layers(self, case: Case, chains: Mapping[str, Items[LoadedBlock]]) -> dict[str, float]:
+    def _time_layers(self, case: Case, chains: Mapping[str, Items[LoadedBlock]]) -> tuple[dict[str, float], bool]:
         """Return the time (s) of one layer of each chain in a step, and store the time of the step without layers.
 
-        The last chain is that of the layers that run at present, which is at most as long as the others.
+        The last chain is that of the layers that run at present, which is at most as long as the others. If no attempt
+        finds times that layers can take, their shares of the whole step stand for them, and False is returned too.
         """
         *_, running = chains.values()
         count = self._affordable(case, running, len(chains) + 1)
         trials = {"": Trial(case.work, ())}
         trials |= {precision: Trial(case.work, tuple(layers[:count])) for precision, layers in chains.items()}
-        seconds = self._fastest(trials)
-        rest = seconds.pop("")
-        self._rest.setdefault(case, []).append(rest)
-        return {precision: max(0.0, found - rest) / count for precision, found in seconds.items()}
+        least = {precision: self._least(layers[0]) for precision, layers in chains.items()}
+        steps = dict.fromkeys(trials, inf)
+        for _ in range(MAX_ATTEMPTS):
+            steps = {key: min(seconds, steps[key]) for key, seconds in self._fastest(trials).items()}
+            found = {precision: (steps[precision] - steps[""]) / count for precision in chains}
+            if sure := possible(found, least):
+                break
+        self._rest.setdefault(case, []).append(steps[""])
+        self.disturbed |= not sure
+        return (found if sure else {precision: steps[precision] / count for precision in chains}), sure
+
+    def _least(self, layer: LoadedBlock) -> float:
+        """Return a time (s) that a layer must exceed in any step."""
+        moe, devices = self._model.moe, layer.placement.devices
+        sparse = self._model.is_sparse(layer_index(layer.block))
+        read = moe.experts_per_token / moe.num_experts if moe is not None and sparse else 1.0  # at the least
+        return least_seconds(layer.nbytes * read / len(devices), devices[0].platform)
 
     def _slope(self, layers: Items[LoadedBlock], short: Case, long: Case) -> float:
         """Return the time (s) of a layer for each unit of attention that `long` has more than `short`."""
@@ -338,14 +369,17 @@ class CostTimer:
         # The first use of KV pages takes long where they get their memory only then.
         self._alone(max(trials.values(), key=lambda trial: len(trial.layers)))
         begin = self._now()
-        fastest = dict.fromkeys(trials, inf)
-        for done in range(1, MAX_ROUNDS + 1):
+        samples: dict[Key, list[float]] = {key: [] for key in trials}
+        sure = False
+        for done in range(1, MOST_ROUNDS + 1):
             for key, trial in trials.items():
-                fastest[key] = min(fastest[key], self._sample(trial))
-            elapsed = self._now() - begin
-            if elapsed > self._share or (done >= MIN_ROUNDS and elapsed * (done + 1) / done > self._share):
+                samples[key].append(self._sample(trial))
+            elapsed, sure = self._now() - begin, all(map(is_confirmed, samples.values()))
+            enough = elapsed > self._share or (done >= MIN_ROUNDS and elapsed * (done + 1) / done > self._share)
+            if (sure and (enough or done >= MAX_ROUNDS)) or (enough and self._now() - self._begin > MAX_S):
                 break
-        return fastest
+        self.disturbed |= not sure and done >= MIN_ROUNDS
+        return {key: min(found) for key, found in samples.items()}
 
     def _sample(self, trial: Trial) -> float:
         """Return the time (s) of a step.
@@ -391,8 +425,9 @@ def step_costs(
     costs = None if file is None else _read(file)
     if costs is not None and _covers(costs, instance, variants):
         return costs
-    costs = CostTimer(executor, model, instance, variants, fused, now).measure()
-    if not costs.plausible:
+    timer = CostTimer(executor, model, instance, variants, fused, now)
+    costs = timer.measure()
+    if timer.disturbed or not costs.plausible:
         log.warning("the machine is busy: the costs of steps are rough, and the next start will time them again")
     elif file is not None:
         try:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig
 from jaxserve.kernels import AllReduce, DeferredNorm, DeferredSwiGLU, HeadNorms, LeftOperand, ProjectedQKV, matmul
-from jaxserve.models.quantized import random_qarray
+from jaxserve.models.quantized import random_qarray, wanted_group
 from jaxserve.quantization import QArray
 
 Attend = Callable[[ProjectedQKV], Float[Array, "T K G D"]]
@@ -46,7 +46,8 @@ def weight(
         value = jax.random.normal(rngs.params(), shape, jnp.float32) * INIT_STDDEV
         return nnx.Param(value.astype(config.dtype), axes=names)
     out, size = shape[:-inputs], math.prod(shape[-inputs:])
-    value = random_qarray(rngs.params(), out, size, bits, parts, INIT_STDDEV)
+    group = wanted_group(config, bits)
+    value = random_qarray(rngs.params(), out, size, bits, parts, INIT_STDDEV, group)
     return nnx.Param(value, axes=names[: len(out) + 1])
 
 

@@ -36,6 +36,7 @@ class DeviceSampler:
         # The sequence whose parameters a slot has, and how often it had been given a slot when they were set.
         self._owners: list[tuple[Sequence, int] | None] = [None] * self.slots
         self._random_slots: set[int] = set()  # the others are greedy
+        self._masked_slots: set[int] = set()  # random ones with top_k or top_p
         self._slots_to_adjust: set[int] = set()  # their rows may need the adjusted or the full executable
 
     def sample(self, logits: Array, sequences: list[Sequence | None]) -> Sampled:
@@ -50,9 +51,15 @@ class DeviceSampler:
             with_logprobs = any(map(sampler.wants_logprobs, present))
             if with_logprobs or any(map(sampler.needs_adjusting, present)):
                 return self._sample_adjusted(logits, raw, packed, sequences, with_logprobs)
-        kind = self.programs.greedy if slots.isdisjoint(self._random_slots) else self.programs.random
+        kind = self._cheapest(slots)
         tokens, self.newest = kind.at(logits.shape[0])(logits, packed, self.newest)
         return Sampled(tokens)
+
+    def _cheapest(self, slots: set[int]) -> Program:
+        """Return the cheapest program that draws the tokens of these slots without penalties and biases."""
+        if slots.isdisjoint(self._random_slots):
+            return self.programs.greedy
+        return self.programs.random if slots.isdisjoint(self._masked_slots) else self.programs.masked
 
     def run_on_padding(self, logits: Array) -> None:
         """Run all executables for logits of this shape once, on rows that sample nothing."""
@@ -103,6 +110,7 @@ class DeviceSampler:
                 self._owners[sequence.slot] = (sequence, sequence.starts)
                 self._rows[sequence.slot] = sampler.pack_row(sequence, self.vocab)
                 _set_membership(self._random_slots, sequence.slot, not sequence.params.greedy)
+                _set_membership(self._masked_slots, sequence.slot, sampler.needs_masks(sequence, self.vocab))
                 _set_membership(self._slots_to_adjust, sequence.slot, sampler.may_need_adjusting(sequence))
                 if sequence.params.penalized:
                     self._set_history(sequence.slot, sequence.tokens, sequence.num_prompt)

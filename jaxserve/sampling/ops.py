@@ -3,7 +3,8 @@
 Rows are independent: a row's token depends only on its logits, its parameters, its seed and its position.
 
 The order of operations is that of vLLM: log-probabilities of the raw logits, then penalties, biases, temperature,
-min_p, top_k, top_p, and one uniform number per row. On CPU native/draw.cc and native/logprobs.cc compute the same.
+min_p, top_k, top_p, and one uniform number per row (drawing.py). On CPU native/draw.cc and native/logprobs.cc compute
+the same.
 """
 
 from collections.abc import Callable
@@ -18,24 +19,7 @@ from jaxserve.compilation.saved import savable
 from jaxserve.core.request import Sequence
 from jaxserve.core.sampling import MAX_SPARSE_BIAS
 from jaxserve.kernels.native.sampling import draw as draw_natively, draw_adjusted, logprobs as logprobs_natively
-
-BLOCK = 128  # tokens of the vocabulary that one step of a two-level search covers
-NO_TOKEN = -1
-
-
-class RowParams(NamedTuple):
-    """The sampling parameters of a step's rows, [R] each."""
-
-    slot: Array  # i32: index of the token in `newest`; the spare slot for rows that sample nothing
-    position: Array  # i32: position of the token to be sampled
-    seed: Array  # u32 [R, 2]
-    temperature: Array  # f32, 0 = greedy
-    top_k: Array  # i32, vocabulary size = off
-    top_p: Array  # f32, 1 = off
-    min_p: Array  # f32, 0 = off
-    presence: Array  # f32
-    frequency: Array  # f32
-    repetition: Array  # f32
+from jaxserve.sampling.drawing import NO_TOKEN, RowParams, checked, draw, if_needed, most_likely
 
 
 @savable
@@ -110,24 +94,36 @@ def sample_greedy(logits: Array, packed: Array, newest: Array) -> tuple[Array, A
 
 
 def sample_random(logits: Array, packed: Array, newest: Array) -> tuple[Array, Array]:
-    """Return tokens and `newest` as `sample_greedy` does, drawn at random in rows whose temperature is not 0."""
+    """Return tokens and `newest` as `sample_greedy` does, drawn at random in rows whose temperature is not 0.
+
+    No row may ask for top_k or top_p (see `needs_masks`).
+    """
+    return _sample(logits, packed, newest, masks=False)
+
+
+def sample_masked(logits: Array, packed: Array, newest: Array) -> tuple[Array, Array]:
+    """Return tokens and `newest` as `sample_random` does, for rows that may ask for top_k and top_p."""
+    return _sample(logits, packed, newest, masks=True)
+
+
+def _sample(logits: Array, packed: Array, newest: Array, *, masks: bool) -> tuple[Array, Array]:
     rows = unpack_rows(packed)
-    tokens = draw(logits, rows)
+    tokens = draw(logits, rows, masks=masks)
     return checked(tokens, logits), newest.at[rows.slot].set(tokens)
 
 
 def sample_adjusted(
     logits: Array, packed: Array, newest: Array, history: History, bias_ids: Array, biases: Array
 ) -> tuple[Array, Array, History]:
-    """Return tokens and `newest` as `sample_random` does, after penalties and biases, and the updated history.
+    """Return tokens and `newest` as `sample_masked` does, after penalties and biases, and the updated history.
 
     The biases f32[R, M] belong to the tokens `bias_ids` i32[R, M], where NO_TOKEN means none.
     """
     rows = unpack_rows(packed)
     penalized = jnp.any((rows.repetition != 1) | (rows.frequency != 0) | (rows.presence != 0))
-    adjusted = _if_needed(penalized, penalize, lambda x, *_: x, logits, rows, history)
-    adjusted = _if_needed(jnp.any(bias_ids != NO_TOKEN), _add_biases, lambda x, *_: x, adjusted, bias_ids, biases)
-    tokens = draw(adjusted, rows)
+    adjusted = if_needed(penalized, penalize, lambda x, *_: x, logits, rows, history)
+    adjusted = if_needed(jnp.any(bias_ids != NO_TOKEN), _add_biases, lambda x, *_: x, adjusted, bias_ids, biases)
+    tokens = draw(adjusted, rows, masks=True)
     history = history._replace(counts=history.counts.at[rows.slot, tokens].add(1))
     return checked(tokens, logits), newest.at[rows.slot].set(tokens), history
 
@@ -180,18 +176,6 @@ def load_history(history: History, slot: Array, tokens: Array, prompt: Array, to
     return History(history.seen.at[slot].set(seen), history.counts.at[slot].set(counts))
 
 
-def _if_needed(needed: Array, compute: Callable, otherwise: Callable, *operands: Any) -> Any:
-    """Return compute(*operands), or on CPU the equal otherwise(*operands) if that is not `needed`.
-
-    Other platforms always compute, because the host would have to wait for the device's value of `needed`.
-    """
-
-    def branch(needed: Array, *operands: Any) -> Any:
-        return lax.cond(needed, compute, otherwise, *operands)
-
-    return lax.platform_dependent(needed, *operands, cpu=branch, default=lambda _, *operands: compute(*operands))
-
-
 def _add_biases(logits: Array, ids: Array, biases: Array) -> Array:
     row = jnp.arange(logits.shape[0])[:, None]
     return logits.at[row, jnp.where(ids == NO_TOKEN, logits.shape[1], ids)].add(biases, mode="drop")
@@ -204,111 +188,6 @@ def penalize(logits: Array, rows: RowParams, history: History) -> Array:
     factor = jnp.where(repeated, rows.repetition[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
     return logits - rows.frequency[:, None] * counts - rows.presence[:, None] * (counts > 0)
-
-
-def checked(tokens: Array, logits: Array) -> Array:
-    """Return the tokens i32[R], with NO_TOKEN for rows of logits f32[R, V] with a NaN or an infinite maximum.
-
-    Logits of -infinity are allowed. XLA computes the maximum over blocks once for this function and `most_likely`.
-    """
-    largest = jnp.max(jnp.max(_blocks(logits, -jnp.inf), axis=-1), axis=-1)
-    return jnp.where(jnp.isfinite(largest), tokens, NO_TOKEN)
-
-
-def most_likely(logits: Array) -> Array:
-    """Return the first index i32[R] of the maximum of each row of logits f32[R, V].
-
-    It is found in two levels, the best block and the best token in it, because XLA's CPU backend vectorises the maxima
-    of blocks but not an argmax over V.
-    """
-    blocks = _blocks(logits, -jnp.inf)
-    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
-    inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return (block * BLOCK + jnp.argmax(inner, axis=-1)).astype(jnp.int32)
-
-
-def _blocks(x: Array, padding: float) -> Array:
-    """Return rows [R, V] as blocks [R, ceil(V / BLOCK), BLOCK], the last one padded."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK)), constant_values=padding).reshape(x.shape[0], -1, BLOCK)
-
-
-def draw(logits: Array, rows: RowParams) -> Array:
-    """Return one token per row of logits f32[R, V], i32[R]: random, or the most likely at temperature 0."""
-    return _if_needed(jnp.any(rows.temperature > 0), _draw, lambda logits, _: most_likely(logits), logits, rows)
-
-
-def _draw(logits: Array, rows: RowParams) -> Array:
-    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    weights = jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))  # the most likely token weighs 1
-    # XLA may round the weight of the most likely token to a little less than 1, and min_p may be 1.
-    is_largest = logits == logits.max(axis=-1, keepdims=True)
-    weights = jnp.where(is_largest | (weights >= rows.min_p[:, None]), weights, 0.0)
-    vocab = logits.shape[1]
-    filtered = jnp.any((rows.temperature > 0) & ((rows.top_k < vocab) | (rows.top_p < 1)))
-    weights = _if_needed(filtered, lambda w: top_p_mask(top_k_mask(w, rows.top_k), rows.top_p), lambda w: w, weights)
-    uniform = jax.vmap(_uniform)(rows.seed, rows.position)
-    drawn = inverse_transform(weights, uniform)
-    return jnp.where(rows.temperature > 0, drawn, most_likely(logits))
-
-
-def _uniform(seed: Array, position: Array) -> Array:
-    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    return jax.random.uniform(jax.random.fold_in(key, position))
-
-
-def top_k_mask(weights: Array, k: Array) -> Array:
-    """Zero all but the k largest of each row of weights f32[R, V], and those equal to the k-th."""
-    return _zero_below_threshold(weights, lambda above: jnp.sum(above, axis=-1) >= k)
-
-
-def top_p_mask(weights: Array, p: Array) -> Array:
-    """Zero all but the smallest set of largest weights whose share of each row's sum reaches p."""
-    enough = p * jnp.sum(weights, axis=-1)
-
-    def is_enough(above: Array) -> Array:
-        # At p = 1 rounding must not drop any token.
-        return (p < 1) & (jnp.sum(jnp.where(above, weights, 0.0), axis=-1) >= enough)
-
-    return _zero_below_threshold(weights, is_enough)
-
-
-def _zero_below_threshold(weights: Array, enough) -> Array:
-    """Zero the weights below the largest threshold for which `enough(weights >= threshold)` holds.
-
-    The bits of the threshold are found by bisection, since non-negative floats sort like integers. This takes 31 passes
-    and no sort, which is XLA's slowest operation on CPU.
-    """
-    bits = lax.bitcast_convert_type(weights, jnp.int32)
-
-    def narrow(i: int, threshold: Array) -> Array:
-        candidate = threshold | (1 << (30 - i))
-        return jnp.where(enough(bits >= candidate[:, None]), candidate, threshold)
-
-    threshold = lax.fori_loop(0, 31, narrow, jnp.zeros(weights.shape[0], jnp.int32))
-    return jnp.where(bits >= threshold[:, None], weights, 0.0)
-
-
-def inverse_transform(weights: Array, uniform: Array) -> Array:
-    """Return the token i32[R] at which the running sum of weights f32[R, V] exceeds the share `uniform` f32[R].
-
-    It is found in two levels, because a running sum over the whole vocabulary is slow. A token of weight 0 is never
-    drawn.
-    """
-    blocks = _blocks(weights, 0)
-    block, rest = _first_above(jnp.sum(blocks, axis=-1), uniform)
-    inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    token, _ = _first_above(inner, rest)
-    return block * BLOCK + token
-
-
-def _first_above(weights: Array, uniform: Array) -> tuple[Array, Array]:
-    """Return the index of the first running sum above uniform * total, and the position in that weight, in [0, 1]."""
-    sums = jnp.cumsum(weights, axis=-1)
-    target = jnp.minimum(uniform, 1 - 1e-6) * sums[:, -1]
-    index = jnp.argmax(sums > target[:, None], axis=-1).astype(jnp.int32)
-    weight = jnp.take_along_axis(weights, index[:, None], axis=-1)[:, 0]
-    below = jnp.take_along_axis(sums, index[:, None], axis=-1)[:, 0] - weight
-    return index, jnp.clip((target - below) / weight, 0.0, 1.0)
 
 
 def logprobs_of(logits: Array, tokens: Array, top: int) -> Logprobs:
@@ -326,16 +205,19 @@ def logprobs_of_natively(logits: Array, tokens: Array, top: int) -> Logprobs:
 
 
 class Implementation(NamedTuple):
-    """One implementation of `sample_greedy`, `sample_random`, `sample_adjusted` and `logprobs_of`."""
+    """One implementation of `sample_greedy`, `sample_random`, `sample_masked`, `sample_adjusted` and `logprobs_of`."""
 
     greedy: Callable[..., tuple[Array, Array]]
     random: Callable[..., tuple[Array, Array]]
+    masked: Callable[..., tuple[Array, Array]]
     adjusted: Callable[..., tuple[Array, Array, History]]
     logprobs: Callable[[Array, Array, int], Logprobs]
 
 
-XLA = Implementation(sample_greedy, sample_random, sample_adjusted, logprobs_of)
-NATIVE = Implementation(draw_natively, draw_natively, sample_adjusted_natively, logprobs_of_natively)
+XLA = Implementation(sample_greedy, sample_random, sample_masked, sample_adjusted, logprobs_of)
+XLA_ON_CPU = XLA._replace(random=sample_masked)
+"""The implementation for several CPU devices, whose programs find out while they run that no row asks for masks."""
+NATIVE = Implementation(draw_natively, draw_natively, draw_natively, sample_adjusted_natively, logprobs_of_natively)
 """The implementation for one CPU device, by native kernels."""
 
 
@@ -372,6 +254,12 @@ def banned_tokens(sequence: Sequence) -> set[int]:
         if not head or sequence.tokens[-len(head) :] == head:
             banned.add(end)
     return banned
+
+
+def needs_masks(sequence: Sequence, vocab: int) -> bool:
+    """Return whether a sequence draws at random from a part of the vocabulary, by top_k or top_p."""
+    p = sequence.params
+    return not p.greedy and (0 < p.top_k < vocab or p.top_p < 1)
 
 
 def needs_adjusting(sequence: Sequence) -> bool:

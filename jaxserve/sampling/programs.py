@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxserve.compilation.programs import Program, StartsCompiling
+from jaxserve.compilation.programs import Program, StartsCompiling, untraced
 from jaxserve.core.config import KernelBackend
 from jaxserve.kernels.backend import uses_native
 from jaxserve.kernels.native import sampling as native
@@ -23,9 +23,10 @@ State = tuple[Any, sampler.History]
 class SamplerPrograms:
     """The programs of a sampler for a number of slots, from the cheapest on.
 
-    They are greedy, random, adjusted (penalties and biases) and full (with log-probabilities). The native kernel has
-    one program for greedy and random. `score` returns the log-probabilities of tokens i32[R], and of the most likely
-    ones, under logits f32[R, V]. `score_rows` does so for tokens that were sampled.
+    They are greedy, random, masked (random with top_k and top_p), adjusted (penalties and biases) and full (with
+    log-probabilities). One program serves for all that an implementation does not tell apart. `score` returns the
+    log-probabilities of tokens i32[R], and of the most likely ones, under logits f32[R, V]. `score_rows` does so for
+    tokens that were sampled.
     """
 
     def __init__(
@@ -44,18 +45,20 @@ class SamplerPrograms:
         """
         self.slots, self.vocab, self.max_len = slots, vocab, max_len
         self.sharding = sharding = placement.sharding()
-        on_one_cpu = placement.platform == "cpu" and len(placement.devices) == 1
-        has_native = on_one_cpu and uses_native(backend) and native.supported()
-        implementation = sampler.NATIVE if has_native else sampler.XLA
+        on_cpu = placement.platform == "cpu"
+        has_native = on_cpu and len(placement.devices) == 1 and uses_native(backend) and native.supported()
+        implementation = sampler.NATIVE if has_native else sampler.XLA_ON_CPU if on_cpu else sampler.XLA
         top = min(top_logprobs, vocab)
 
         def program(name: str, function: Callable, **options: Any) -> Program:
-            jitted = jax.jit(function, out_shardings=sharding, **options)
+            jitted = jax.jit(untraced(function), out_shardings=sharding, **options)
             return Program(f"{name} {backend} {top}", jitted, placement.mesh)
 
         self.greedy = program("greedy", implementation.greedy)
         same = implementation.random is implementation.greedy
         self.random = self.greedy if same else program("random", implementation.random)
+        same = implementation.masked is implementation.random
+        self.masked = self.random if same else program("masked", implementation.masked)
         self.adjusted = program("adjusted", implementation.adjusted, donate_argnums=3)
         full = partial(sampler.sample_full, implementation=implementation, top_logprobs=top)
         self.full = program("full", full, donate_argnums=3)
@@ -97,7 +100,7 @@ class SamplerPrograms:
 
         `state` is called at each iteration, because programs donate the history.
         """
-        for kind in dict.fromkeys((self.greedy, self.random)):
+        for kind in dict.fromkeys((self.greedy, self.random, self.masked)):
             yield kind, (logits, packed, state()[0])
         for kind in (self.adjusted, self.full):
             yield kind, (logits, packed, *state(), *unbiased)

@@ -209,7 +209,7 @@ class Scheduler:
         Read from any thread.
         """
         sequences = (*tuple(self.running), *tuple(self._waiting))
-        return max((max(len(s.tokens) + 1, tokens_needed(s.request)) for s in sequences), default=0)
+        return max((max(min(len(s.tokens) + 1, s.max_total), tokens_needed(s.request)) for s in sequences), default=0)
 
     # -- sequences that change the scheduler
 
@@ -433,7 +433,7 @@ class Scheduler:
         chunks.append(Chunk(sequence, start, length, last))
         sequence.num_computed += length
         if last:
-            sequence.num_inflight += 0 if sequence.request.embed else 1
+            sequence.num_inflight += sequence.request.generates
             self._release_children(sequence)
         self.register_full_pages(sequence)
         return ceil_div(length, self.limits.tile)

@@ -22,6 +22,7 @@ from jaxserve.core.dequantization import tile_bytes
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.options import check_ranges
 from jaxserve.core.precision import BITS
+from jaxserve.core.scale_groups import GROUP
 from jaxserve.engine.client import ModelInfo
 from jaxserve.parallel.padding import padded_config
 from jaxserve.planning.defaults import PLATFORMS, PlatformDefaults
@@ -29,7 +30,7 @@ from jaxserve.planning.memory import COPY_RATES, MemoryPlan, plan_memory, runtim
 from jaxserve.planning.spec import EngineSpec, dtype_of
 from jaxserve.sim.cost_model import RooflineModel
 from jaxserve.sim.hardware import Hardware, Link
-from jaxserve.sim.shape import GROUP, UNIT, ModelShape
+from jaxserve.sim.shape import UNIT, ModelShape
 
 GRANULE = 2 << 20  # bytes; as in `kernels.elastic` and in CUDA's virtual memory
 # The size of the vocabulary. Simulated token ids only say which parts prompts share, so that any number is valid.

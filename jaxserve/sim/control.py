@@ -6,7 +6,7 @@ from pathlib import Path
 from jaxserve.calibration.sensitivity.order import sensitivity
 from jaxserve.control.controller import Controller
 from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
-from jaxserve.control.policies import QualityLoss, load_policy
+from jaxserve.control.policies import load_policy
 from jaxserve.control.policy import Policy
 from jaxserve.control.reconfigure import PlanFacts
 from jaxserve.control.record import Decision
@@ -162,7 +162,7 @@ def policy_of(cluster: Cluster, model_folder: Path | None) -> Policy:
         slo_ttft=config.slo_ttft,
         slo_tpot=config.slo_tpot,
         max_quality_loss=config.max_quality_loss,
-        loss=None if known.layer_losses is None else QualityLoss(known.layer_losses),
+        loss=known.loss,
     )
 
 

@@ -80,6 +80,13 @@ class Overheads:
     layer: float = 0.0
     sequence: float = 0.0  # for each decoding sequence of a step
     host: float = 0.0  # from an arrival at an idle engine to its first step
+    # The host's work on a step. A step is prepared while another one runs, so that only what takes longer counts.
+    loop: float = 0.0
+    program: float = 0.0  # for each program that is dispatched: one for each block, unless they are fused
+    array: float = 0.0  # for each array of the layers that programs are called with
+    answer: float = 0.0  # for each sequence, whose token is passed on to its client
+    fuse: float = 0.0  # for each layer, to fuse the programs of a step's shape while the engine serves; 0: never
+    stall: float = 0.0  # for each layer, as part of `fuse`: nothing else is done meanwhile
     request: float = 0.0
     prompt_token: float = 0.0
     stream: float = 0.0  # for each request and each answer that its instance is streaming at the time

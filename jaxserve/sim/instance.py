@@ -19,6 +19,7 @@ from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.directory import Entry
 from jaxserve.sim.cost_model import TrueCostModel, TruePipelineCost
+from jaxserve.sim.host_work import HostWork
 from jaxserve.sim.pipeline import Pipeline
 from jaxserve.telemetry import Snapshot
 
@@ -94,6 +95,7 @@ class SimInstance:
         clock: Clock,
         *,
         token_times: dict[str, list[float]] | None = None,
+        host_work: HostWork | None = None,
     ):
         """Start with `plan` in force. The times of all tokens are added to `token_times` by request, if it is given."""
         self.core = core
@@ -106,6 +108,7 @@ class SimInstance:
         self.info: Callable[[], ModelInfo | None] = lambda: None
         self._token_times = token_times
         self._cost_model, self._loads = cost_model, Loads(buckets)
+        self._host_work = host_work
         self._inbox: list[Entry[Any]] = []
         self._calls: list[Call] = []
         self._when_stopped: Call | None = None  # called when the last dispatched step has ended; None: not stopping
@@ -254,7 +257,8 @@ class SimInstance:
             assert isinstance(self._step_cost, TruePipelineCost)
             return _Step(work, self.pipeline.dispatch(start, self._step_cost.stages(load))[-1].end)
         if self._steps:
-            start = max(self._steps[-1].end, now)
+            host = self._host_work.seconds(self.plan, load, now) if self._host_work else 0.0
+            start = max(self._steps[-1].end, now + host)
         return _Step(work, max(start, self._occupied) + self._step_cost.seconds(load))
 
     # -- steady runs of decode steps
@@ -272,8 +276,19 @@ class SimInstance:
             return
         scheduler = self.core.scheduler
         if len(decodes) == len(scheduler.running) and (count := scheduler.steady_steps()) > 0:
+            load = self._loads.of(second.work)
             growth *= len(decodes)
-            seconds = self._step_cost.seconds(self._loads.of(second.work)) + growth
+            seconds = self._step_cost.seconds(load) + growth
+            if (work := self._host_work) is not None:
+                now = self.clock.now()
+                if not work.is_settled(self.plan, load, now):
+                    return
+                host = work.seconds(self.plan, load, now)
+                if host > seconds:  # steps last as long as the host's work, until they take longer
+                    count = min(count, int((host - seconds) / growth))
+                    seconds, growth = host, 0.0
+                if not count:
+                    return
             self._run = _SteadyRun(first.end, second.end, seconds, growth, count)
             self.wake = self._run.end(count)
 

@@ -9,13 +9,14 @@ from jaxserve.core.step_load import Loads
 from jaxserve.engine.core import EngineCore
 from jaxserve.kvcache import PagePool
 from jaxserve.sim.cluster import Cluster
+from jaxserve.sim.host_work import HostWork
 from jaxserve.sim.instance import SimInstance
 from jaxserve.sim.pipeline import Pipeline
 from jaxserve.telemetry import EngineMetrics
 
 
 class SimMaker:
-    """What makes the instances of a cluster."""
+    """A maker of the instances of a cluster."""
 
     def __init__(
         self,
@@ -49,7 +50,15 @@ class SimMaker:
             capacity=memory.max_len(plan.tp),
             stages=len(plan.stages),
         )
-        instance = SimInstance(core, plan, self._costs, buckets, self._clock, token_times=self._token_times)
+        instance = SimInstance(
+            core,
+            plan,
+            self._costs,
+            buckets,
+            self._clock,
+            token_times=self._token_times,
+            host_work=HostWork.of(cluster.hardware.overheads, fused=plan if cluster.config.fuse is not False else None),
+        )
         if instance.pipeline is not None:
             self.pipelines.append(instance.pipeline)
         return instance

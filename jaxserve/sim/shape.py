@@ -13,9 +13,9 @@ from jaxserve.core.files import parse_json, read_text
 from jaxserve.core.kv_layout import int8_row_bytes
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import BITS
+from jaxserve.core.scale_groups import default_group, group_size
 
 ITEMSIZE: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-GROUP = 128  # inputs that share a scale
 SCALE = 2  # bytes of a scale
 UNIT = {8: 1, 4: 128, 3: 256}  # codes that are packed together, by bits of a code
 
@@ -177,12 +177,15 @@ class ModelShape:
     def _expert_bytes(self, precision: str, tp: int) -> int:
         return sum(self._matrix_bytes(*size, precision) for size in self._feed_forward(tp))
 
+    def _wanted_group(self, bits: int) -> int:
+        return default_group((self.hidden_size, self.num_heads * self.head_dim, self.intermediate_size), bits)
+
     def _matrix_bytes(self, outputs: int, inputs: int, precision: str) -> int:
         """Return the bytes of a matrix. Raise `ConfigError` if the precision is unknown."""
         bits = BITS.get(precision)
         if bits is not None:
-            units = ceil_div(inputs, UNIT[bits])
-            return outputs * (units * UNIT[bits] * bits // 8 + ceil_div(inputs, GROUP) * SCALE)
+            units, groups = ceil_div(inputs, UNIT[bits]), inputs // group_size(inputs, self._wanted_group(bits))
+            return outputs * (units * UNIT[bits] * bits // 8 + groups * SCALE)
         if precision not in ITEMSIZE:
             raise ConfigError(f"unknown precision {precision!r}: choose from {', '.join((*ITEMSIZE, *BITS))}")
         return outputs * inputs * ITEMSIZE[precision]

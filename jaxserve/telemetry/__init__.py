@@ -1,6 +1,6 @@
 """Telemetry: immutable snapshots of an engine, their smoothing, and Prometheus metrics. Imports no JAX."""
 
-from jaxserve.telemetry.control_state import ControlState, KVCapacity
+from jaxserve.telemetry.control_state import ControlState, KVCapacity, Quality
 from jaxserve.telemetry.definitions import TIME_BOUNDS
 from jaxserve.telemetry.metrics import EngineMetrics, InstanceMetrics
 from jaxserve.telemetry.snapshot import Recent, Snapshot, WaitingRoom, combine
@@ -12,6 +12,7 @@ __all__ = [
     "EngineMetrics",
     "InstanceMetrics",
     "KVCapacity",
+    "Quality",
     "Recent",
     "Smoother",
     "Snapshot",

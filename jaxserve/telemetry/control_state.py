@@ -23,8 +23,19 @@ class KVCapacity:
 
 
 @dataclass(frozen=True)
+class Quality:
+    """The expected cost of the plan in force: the rise of the cross-entropy over that of full precision."""
+
+    loss: float = 0.0  # as a share
+    nats: float | None = 0.0  # a token; None if nothing was measured
+    floor: float | None = None  # the largest share that the policy accepts; None if it accepts every one
+    measured: bool = True  # on this model; otherwise it is assumed
+
+
+@dataclass(frozen=True)
 class ControlState:
     """The state of a control plane; empty for an engine without one."""
 
     capacities: Mapping[str, KVCapacity] = field(default_factory=dict)  # by instance
     decisions: Mapping[tuple[str, ...], int] = field(default_factory=dict)  # ended ones, by policy and outcome
+    quality: Quality | None = None

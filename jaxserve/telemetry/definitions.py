@@ -76,6 +76,15 @@ WAITING_ROOM_GAUGES = {  # name: (field of `WaitingRoom`, help)
     "waiting_room_longest_tokens": ("longest", "Tokens that an instance must hold to serve all of these requests."),
     "waiting_room_oldest_seconds": ("oldest_wait", "Seconds since the arrival of the first of these requests."),
 }
+QUALITY_GAUGES = {  # name: (field of `Quality`, help)
+    "quality_loss_ratio": (
+        "loss",
+        "Rise of the cross-entropy that the plan in force is expected to cause, as a share.",
+    ),
+    "quality_loss_nats": ("nats", "The same in nats a token; not there if it was not measured on this model."),
+    "quality_floor_ratio": ("floor", "Largest share that the policy accepts; not there if it accepts every one."),
+    "quality_measured": ("measured", "1 if the loss was measured on this model, 0 if it is assumed."),
+}
 ENGINE_COUNTERS = {  # name: (labels, help)
     "admission_rejections": (("reason",), "Requests refused at admission by reason."),
     "compilations": (("tier",), "Executables compiled by tier."),

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from jaxserve.core.config import MetricsPrefix
-from jaxserve.telemetry.control_state import KVCapacity
+from jaxserve.telemetry.control_state import KVCapacity, Quality
 from jaxserve.telemetry.definitions import (
     CAPACITY_GAUGES,
     COUNTERS,
@@ -22,6 +22,7 @@ from jaxserve.telemetry.definitions import (
     INFO,
     INSTANCE_INFO,
     LABELLED_GAUGES,
+    QUALITY_GAUGES,
     SUCCESS,
     TRANSITION_SECONDS,
     VLLM_NAMES,
@@ -57,6 +58,7 @@ class EngineFigures:
     counters: Mapping[str, Mapping[tuple[str, ...], float]]
     transition_seconds: Mapping[str, State]  # by kind
     capacities: Mapping[str, KVCapacity]  # by instance; {} if they are unknown
+    quality: Quality | None  # None without a control plane
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,10 @@ class _Page(Collector):
         for name, (field, text) in WAITING_ROOM_GAUGES.items():
             value = getattr(self._figures.waiting_room, field)
             yield _Series(GaugeMetricFamily, name, text, ("model_name",), [((self._figures.model_name,), (value,))])
+        for name, (field, text) in QUALITY_GAUGES.items():
+            value = getattr(self._figures.quality, field, None)
+            known = [] if value is None else [((self._figures.model_name,), (float(value),))]
+            yield _Series(GaugeMetricFamily, name, text, ("model_name",), known)
         name, label, text = INSTANCE_INFO
         named = [(labels, {instance: 1.0}) for labels, instance, _ in self._present]
         yield self._by_label(GaugeMetricFamily, name, label, text, named)

@@ -234,6 +234,7 @@ class EngineMetrics:
                 counters=counters,
                 transition_seconds={kind: histogram.state() for kind, histogram in seconds.items()},
                 capacities=control.capacities,
+                quality=control.quality,
             ),
             self._prefix,
         )

@@ -22,6 +22,7 @@ from jaxserve.executor.host_memory import PINNED, HostShards, PinnedMemory, pinn
 from jaxserve.parallel.placement import Placement
 from tests.actuator.adapted import Adapted, in_all_instances
 from tests.support.internals import held_variants, store_of, wrap_block_reads
+from tests.support.thorough import some
 
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
@@ -60,7 +61,7 @@ def test_pinned_memory_is_used_where_the_device_is_not_the_host(platform, kinds,
     assert pinned_memory(SimpleNamespace(platform=platform, addressable_memories=lambda: memories)) == expected
 
 
-@pytest.mark.parametrize("degrees", [{}, {"tp": 2, "pp": 2}, {"dp": 2}, {"tp": 2, "dp": 2}])
+@pytest.mark.parametrize("degrees", some([{}, {"tp": 2, "pp": 2}, {"dp": 2}, {"tp": 2, "dp": 2}], 2))
 def test_layers_swap_from_pinned_memory_while_requests_run(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int]
 ) -> None:

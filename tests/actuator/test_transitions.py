@@ -34,6 +34,7 @@ from tests.actuator.adapted import (
 from tests.actuator.mixed import MixedReference
 from tests.support.internals import held_variants, wrap_block_reads
 from tests.support.sizes import page_bytes
+from tests.support.thorough import THOROUGH, some
 
 
 def test_layer_swapped_during_an_answer_computes_the_following_tokens(adapted: Adapted, mixed: MixedReference) -> None:
@@ -75,7 +76,9 @@ targets = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50 if THOROUGH else 10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(targets, st.sets(st.integers(0, 20)), st.integers(1, 6), st.lists(st.integers(0, 120)), st.integers(0, 2**16))
 def test_answers_under_any_sequence_of_plans_match_the_reference(
     adapted: Adapted, mixed: MixedReference, wanted: list, failing: set, requests: int, leaving: list, seed: int
@@ -272,7 +275,7 @@ def test_replaced_arrays_are_freed_after_the_steps_that_use_them(adapted: Adapte
     assert len(tokens[request]) == 60
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2, "pp": 2}, {"dp": 2}])
+@pytest.mark.parametrize("degrees", some([{"tp": 2, "pp": 2}, {"dp": 2}], 1))
 def test_layers_swap_under_tensor_pipeline_and_data_parallelism(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int]
 ) -> None:

@@ -235,3 +235,39 @@ def test_parameters_are_freed_exactly_when_the_last_reference_goes(checkpoint, h
     for _, reference in taken:
         reference.release()
     assert references_in(store) == {}
+
+
+class Other(CountingSource):
+    """Another source of the same layers, whose norms are twice as large."""
+
+    def variant(
+        self, block_id: str, precision: str, padded: ModelConfig, between: Callable[[], None] | None = None
+    ) -> Mapping[str, Any]:
+        found = dict(super().variant(block_id, precision, padded, between))
+        return found | {"input_norm.weight": 2 * found["input_norm.weight"]}
+
+
+def norm(reference: Reference) -> np.ndarray:
+    return np.array(reference.parameters["input_norm.weight"])
+
+
+@pytest.mark.parametrize("devices", [(0,), (0, 1)])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_renewed_variants_are_used_from_the_next_change_on(source, tiny_model, devices, in_place) -> None:
+    store = BlockStore(source, source.config, VARIANTS, host_is_device=in_place)
+    placement, other = on(*devices), Other(open_checkpoint(tiny_model, "dummy"))
+    for layer in ("layers.0", "layers.1"):
+        store.hold(layer, "int4", placement)
+    running = store.acquire("layers.0", "int4", placement)
+    store.acquire("layers.1", "int4", placement).release()
+    before, held = norm(running), store.held_bytes
+    for layer in ("layers.0", "layers.1"):
+        store.renew(other, layer, "int4", placement)
+    assert store.held_bytes == held
+    np.testing.assert_array_equal(norm(running), before)
+    changed, rounded = store.acquire("layers.1", "int4", placement), source.variant("layers.1", "int4", source.config)
+    np.testing.assert_array_equal(norm(changed), 2 * np.asarray(rounded["input_norm.weight"]))
+    running.release()
+    again = store.acquire("layers.0", "int4", placement)
+    np.testing.assert_array_equal(norm(again), 2 * before)
+    store.close()

@@ -52,3 +52,19 @@ def test_every_step_gets_the_smallest_shape_that_holds_it(seqs: int, finer: bool
             assert decodes <= shape.decodes
             assert tiles <= shape.tiles < 2 * tiles
             assert shape.rows >= decodes + tiles
+
+
+@pytest.mark.parametrize(("decodes", "chunks", "rows"), [(1, 1, 64), (60, 4, 64), (61, 4, 260), (0, 4, 4)])
+def test_steps_with_prefill_sample_a_quarter_of_the_rows_where_few_decode(decodes: int, chunks: int, rows: int) -> None:
+    grid = buckets(256, finer=False)
+    shape = grid.shape(decodes, 4, 1, chunks)
+    assert shape.rows == rows
+    assert shape.tokens == (256 if decodes else 0) + 4 * 32, "layers have one shape for any number of sampled rows"
+    assert shape in grid.all()
+    assert buckets(256, finer=True).shape(max(decodes, 1), 4, 1, chunks).rows == 260
+
+
+def test_all_shapes_are_those_that_steps_get() -> None:
+    grid = buckets(40, finer=False)
+    got = {grid.shape(b, n, 1, c) for b in range(41) for n in range(5) for c in range(n > 0, n + 1) if b or n}
+    assert got == set(grid.all())

@@ -3,6 +3,7 @@
 import mmap
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxserve.kernels import committed_bytes, is_elastic
 from jaxserve.kernels.native import kv as native
 from jaxserve.parallel.placement import POOL_AXES, Placement
 from tests.support.internals import wrap_exchange_calls
+from tests.support.thorough import some
 
 LAYERS = 3
 MEMBERS = {  # of 4 kv heads, so that the last one has a head for each device
@@ -27,6 +29,7 @@ MEMBERS = {  # of 4 kv heads, so that the last one has a head for each device
     "2x2": [(0, 1), (2, 3)],
     "4x1": [(0,), (3,), (2,), (1,)],
 }
+DTYPES = ("float32", "bfloat16", "int8")
 
 
 def on(devices: Sequence[int]) -> Placement:
@@ -110,9 +113,9 @@ def segmented(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "supports_elastic_pools", lambda: False)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("members", MEMBERS.values(), ids=MEMBERS)
+@pytest.mark.parametrize(("members", "dtype"), some(product(MEMBERS, DTYPES), 5))
 def test_merged_pool_has_every_page_and_the_split_gives_it_back(members, dtype) -> None:
+    members = MEMBERS[members]
     setup = Setup(members, dtype=dtype)
     setup.fill([[*range(1 + member, 90, 1 + member)] for member in range(setup.count)])
     at = buffers(*setup.pools)
@@ -316,8 +319,10 @@ def test_exchange_compiles_nothing_after_its_programs_are_ready(members) -> None
     assert len(setup.groups) > 16, "more than one call"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize(("source", "target"), [((0,), (1,)), ((0, 1), (2, 3)), ((0, 1), (1, 0)), ((0, 1), (5,))])
+COPIES = [((0,), (1,)), ((0, 1), (2, 3)), ((0, 1), (1, 0)), ((0, 1), (5,))]
+
+
+@pytest.mark.parametrize(("dtype", "source", "target"), some([(d, *copy) for d in DTYPES for copy in COPIES], 5))
 def test_pages_are_copied_to_the_pools_of_other_devices(source, target, dtype) -> None:
     setup = Setup([source, (6, 7)[: len(source)]], (200,), dtype=dtype)
     (old, _) = setup.pools

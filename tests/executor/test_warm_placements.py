@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
 import pytest
 
 from jaxserve.build import BuiltEngine, build
@@ -19,6 +20,7 @@ from jaxserve.executor.apart import ApartPlacement
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.warmup import warm_variants
 from tests.support.internals import run_on_padding
+from tests.support.thorough import some
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 2, "max_num_batched_tokens": 2 + 32, "memory_gb": 4}
 
@@ -58,19 +60,18 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    ("options", "devices"),
-    [
-        ({}, ((3,),)),
-        ({"tp": 2}, ((5, 4),)),
-        ({"pp": 2, "kv_cache_dtype": "int8"}, ((6,), (2,))),
-        ({"variants": ("int8",), "layer_precision": "1:int4"}, ((3,),)),
-        ({"tp": 2, "variants": ("int4",)}, ((2, 7),)),
-        ({"policy": "morph-performance"}, ((1,),)),
-        ({"kernel_backend": "xla", "kv_pages": 20, "max_kv_pages": 40}, ((1,),)),
-    ],
-    ids=["one device", "tp", "pp", "variants", "tp and variants", "policy", "segments"],
-)
+PLACED = {
+    "pp": ({"pp": 2, "kv_cache_dtype": "int8"}, ((6,), (2,))),
+    "one device": ({}, ((3,),)),
+    "tp": ({"tp": 2}, ((5, 4),)),
+    "tp and variants": ({"tp": 2, "variants": ("int4",)}, ((2, 7),)),
+    "variants": ({"variants": ("int8",), "layer_precision": "1:int4"}, ((3,),)),
+    "policy": ({"policy": "morph-performance"}, ((1,),)),
+    "segments": ({"kernel_backend": "xla", "kv_pages": 20, "max_kv_pages": 40}, ((1,),)),
+}
+
+
+@pytest.mark.parametrize(("options", "devices"), some(PLACED.values(), 3), ids=some(PLACED, 3))
 def test_instance_on_a_warm_placement_compiles_and_loads_nothing(
     tiny_model: Path, lowered: list[str], options: dict, devices: tuple[tuple[int, ...], ...]
 ) -> None:
@@ -119,6 +120,24 @@ def test_further_instances_trace_nothing(tiny_model: Path, tmp_path: Path, lower
         built.close()
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
+
+
+def test_what_another_engine_has_traced_is_loaded_for_further_instances(
+    tiny_model: Path, tmp_path: Path, lowered: list[str]
+) -> None:
+    other = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
+    (plan,) = other.resolved.plan.instances
+    executor = other.maker.make(plan, other.maker.load(plan)).executor
+    for shape in executor.buckets.all():
+        run_on_padding(executor, shape)
+    logits = np.zeros((executor.buckets.rows[-1], executor.sampler.vocab), np.float32)
+    executor.sampler.run_on_padding(jax.device_put(logits, executor.sampler.programs.sharding))
+    executor.close()
+    lowered.clear()
+    built = build(EngineConfig(model=tiny_model, compile_cache=tmp_path, dp=3, **OPTIONS))
+    assert 0 < len(lowered) == sum(built.compilations.counts.values()) / 3
+    built.close()
+    other.close()
 
 
 def test_plans_wait_for_each_other_and_end_with_the_engine(tiny_model: Path) -> None:

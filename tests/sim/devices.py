@@ -47,8 +47,5 @@ class VirtualDevice:
         self.end = max(self.end, self.clock.time + self.dispatch_s) + self.seconds_of(work)
         return PendingStep(self.end, len(work.decodes) + len(work.chunks), self.wait_until, self.token)
 
-    def settle(self) -> None:
-        pass
-
     def _pass_time(self, end: float) -> None:
         self.clock.time = max(self.clock.time, end)

@@ -174,7 +174,8 @@ def relative(name: str, precision: str, tokens: int) -> float:
 
 @pytest.mark.parametrize("name", HOPPER)
 def test_kernels_make_few_rows_faster_and_many_slower(name: str):
-    assert relative(name, "int4", 8) < 0.99
+    # The few multiprocessors of an H20 need longer to decode codes than its memory to bring 16-bit weights.
+    assert relative(name, "int4", 4) < (0.99 if name == "h20" else 0.7)
     assert relative(name, "int4", 8) < relative(name, "int8", 8)
     assert relative(name, "int4", 128) > 1
     for precision in ("int8", "int4"):

@@ -9,6 +9,7 @@ import pytest
 from jaxserve.bench.result import load
 from jaxserve.sim.hardware import to_yaml
 from tests.sim.machines import CPU
+from tests.support.thorough import THOROUGH, some
 
 
 def run(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: object) -> None:
@@ -33,6 +34,7 @@ def test_layers_in_int4_shorten_the_wait_for_the_first_token(monkeypatch, tmp_pa
     assert (tmp_path / "int4-layers.png").stat().st_size > 5000
 
 
+@pytest.mark.skipif(not THOROUGH, reason="make test-thorough runs it: sixteen simulations")
 def test_windows_under_four_policies(monkeypatch, tmp_path):
     run(monkeypatch, "windows", "--out", tmp_path)
     found = {(row[0], row[1]): row for row in rows(tmp_path / "windows.md")}
@@ -84,7 +86,7 @@ def test_what_merges_and_splits_cost(monkeypatch, tmp_path):
     assert float(found["llama-3-8b", "merge 4", "90%"][7]) > float(found["llama-3-8b", "merge 4", "10%"][7])
 
 
-@pytest.mark.parametrize(("script", "lines"), [("tp_degrees", 9), ("tp_scheduler", 6), ("tp_mixes", 14)])
+@pytest.mark.parametrize(("script", "lines"), some([("tp_degrees", 9), ("tp_scheduler", 6), ("tp_mixes", 14)], 1))
 def test_experiments_of_merging_instances_run(monkeypatch, tmp_path, script, lines):
     run(monkeypatch, script, "--quick", "--out", tmp_path)
     (table,) = tmp_path.glob("*.md")

@@ -93,9 +93,6 @@ class VirtualStages:
             at += time.hand_off
         return VirtualStep(self.clock, self.intervals[-1][-1].end, len(work.decodes) + len(work.chunks))
 
-    def settle(self) -> None:
-        pass
-
 
 @dataclass
 class VirtualStep:

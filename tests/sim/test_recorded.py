@@ -4,6 +4,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,7 @@ from jaxserve.sim.recorded import Diverged, RecordedCostModel, replay
 from jaxserve.telemetry import EngineMetrics, Snapshot
 from tests.sim.devices import PendingStep, VirtualDevice
 from tests.support.control import MB, entries_of, fields_of, home_plan, ledgers_of, machine
+from tests.support.thorough import some
 
 PAGE, TILE, LONGEST, PAGES, SEQS = 4, 8, 128, 50, 8
 BUCKETS = Buckets(SEQS, 4, TILE, 1, (LONGEST // PAGE,))
@@ -223,8 +225,11 @@ def recording(tmp_path_factory) -> Recording:
     return recorded(tmp_path_factory.mktemp("log") / "steps.jsonl")
 
 
-@pytest.mark.parametrize("policy", ["static", "morph", "morph-performance"])
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 14])  # 14: a decision names a wait since a preemption
+# 14: a decision names a wait since a preemption
+RUNS = list(product([0, 1, 2, 3, 14], ["static", "morph-performance", "morph"]))
+
+
+@pytest.mark.parametrize(("seed", "policy"), some(RUNS, 5))
 def test_a_run_is_replayed_with_every_step_and_every_decision(tmp_path, policy, seed):
     found = recorded(tmp_path / "log", policy, seed)
     again = replay(found)

@@ -121,7 +121,7 @@ def test_long_requests_that_follow_each_other_share_a_merged_instance() -> None:
     assert {answer.instance for answer in answers.values()} == {"4"}
 
 
-@settings(max_examples=12 if THOROUGH else 6, deadline=None)
+@settings(max_examples=12 if THOROUGH else 3, deadline=None)
 @given(seed=st.integers(0, 10_000), phases=st.integers(1, 3))
 def test_merges_are_no_more_than_phases_of_long_requests(seed: int, phases: int) -> None:
     rng = np.random.default_rng(seed)

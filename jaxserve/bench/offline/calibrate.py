@@ -32,6 +32,7 @@ from jaxserve.bench.spawn import spawned
 from jaxserve.bench.table import print_grid
 from jaxserve.core.bundled import bundled_model_path, config_names
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import write_file
 from jaxserve.core.machine import processors
 from jaxserve.core.precision import BITS, parse_precision
 from jaxserve.engine.step_log import Recording, read_log
@@ -97,8 +98,8 @@ def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: No
 
 
 def save(calibration: Fit, path: Path) -> None:
-    """Write the hardware file."""
-    path.write_text(to_yaml(calibration.hardware), encoding="utf-8")
+    """Write the hardware file. Raise ConfigError if it cannot be written."""
+    write_file(path, to_yaml(calibration.hardware))
 
 
 def print_calibration(found: Fit, console: Console) -> None:

@@ -55,10 +55,6 @@ class OfflineEngine:
         """The number of copies of the model."""
         return len(self._loops)
 
-    def settle(self) -> None:
-        """Wait for executables that are compiled in the background, so that what is measured next uses them."""
-        self._engine.settle()
-
     def run(self, jobs: Iterable[Job], on_finished: Callable[[], None] | None = None) -> RunFigures:
         """Run all requests, as many at a time as the queue has room for, and return their figures.
 

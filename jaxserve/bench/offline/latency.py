@@ -67,8 +67,6 @@ def measure(
         return done
 
     run(options.output_len)
-    engine.settle()
-    run(options.output_len)
     prefills, wholes = [], []
     for _ in range(options.repeats):
         prefills.append(run(1))

@@ -100,9 +100,6 @@ class _TimedExecutor:
         times.dispatch_s = self.record.clock.now() - start
         return _TimedPending(pending, times, self.record.clock)
 
-    def settle(self) -> None:
-        self.executor.settle()
-
 
 @dataclass(frozen=True)
 class _TimedPending:

@@ -35,7 +35,6 @@ def throughput(
                 rng, engine.info.vocab_size, options.num_warmups, min(32, engine.info.max_model_len - 8)
             )
             engine.run(jobs(warm, 4, detokenize=options.detokenize))
-            engine.settle()
         yield row(engine.run(requests, on_finished), len(requests))
 
 

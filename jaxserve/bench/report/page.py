@@ -16,6 +16,7 @@ from jaxserve.bench.report.series import Requests
 from jaxserve.bench.result import label
 from jaxserve.bench.table import cell, columns_of, remarks, sections
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import write_file, writing
 
 RATES = "throughput-against-rate"
 MAX_DRAWN = 8  # results in one plot, as many as there are colours
@@ -51,16 +52,14 @@ def write_report(results: Sequence[Mapping[str, Any]], path: Path, *, title: str
     images = draw([PlottedRun(name, result, Requests.of(result)) for name, result in zip(names, results, strict=True)])
     page = render(results, names, images, title or _title(results))
     folder = path.with_name(f"{path.stem}-plots")
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         # Plots that an earlier report left and this one does not have would belong to no page.
         for name in PLOTS:
             (folder / f"{name}.png").unlink(missing_ok=True)
-        for name, image in images.items():
-            (folder / f"{name}.png").write_bytes(image)
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write the report {path}: {error.strerror or error}") from error
+    for name, image in images.items():
+        write_file(folder / f"{name}.png", image)
+    write_file(path, page)
     return path
 
 

@@ -1,5 +1,6 @@
 """The ladder of an instance: its plans from full precision to the fewest bits, one elementary change after another."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -33,7 +34,7 @@ class Ladder:
         loss: Loss | None = None,
     ):
         """`order` has the layers that may change, the least important first. `loss` is what `settings` limits."""
-        self.initial = initial
+        self.initial, self.loss = initial, loss
         self._resources = resources
         rounds = [tuple(changes) for changes in _rounds(initial, resources, order, settings, loss)]
         self._changes = tuple(change for changes in rounds for change in changes)
@@ -57,6 +58,15 @@ class Ladder:
             shapes = resources.limits_of(plan.tp).shapes
             self._capacities[level] = Capacity.of(plan, shapes, resources.page_size, resources.costs)
         return self._capacities[level]
+
+    def lowest_with_pages_of(self, level: int) -> int:
+        """Return the lowest level with as many KV pages as another one: pages never get fewer from level to level."""
+        pages = self.plan(level).kv_pages
+        return bisect_left(range(level), True, key=lambda lower: self.plan(lower).kv_pages >= pages)
+
+    def loss_at(self, level: int) -> float:
+        """Return the expected rise of the cross-entropy on a level, as a share; 0 if it is unknown."""
+        return 0.0 if self.loss is None else self.loss(self.plan(level).layer_precisions)
 
     def level_of(self, plan: InstancePlan) -> int:
         """Return the lowest level at which no layer has more bits than in a plan.

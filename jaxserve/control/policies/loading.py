@@ -57,7 +57,7 @@ def load_policy(
     `swap_order` has the layers in the order in which they may lose precision, the least important first. `settings` are
     those of a policy that is given by its name. `target` is the manual policy's plan. `slo_ttft` (s), `slo_tpot` (s)
     and `max_quality_loss` (share of the cross-entropy, of which `loss` is the estimate) override what a mode or a file
-    says, but not `settings`. A chain has no settings of its own.
+    says, but not `settings`. Without `loss`, no floor of quality is held. A chain has no settings of its own.
 
     Raise `ConfigError` if `source` or a setting is not valid, if layers cannot have the precisions that the policy
     needs, or if the user's code raises.
@@ -78,8 +78,6 @@ def load_policy(
         )
     given = {"slo_ttft": slo_ttft, "slo_tpot": slo_tpot, "max_quality_loss": max_quality_loss}
     objectives: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if max_quality_loss is not None and loss is None:
-        raise _no_profile(max_quality_loss)
     text = str(source)
     if python := _python_source(text):
         if max_quality_loss is not None:
@@ -98,10 +96,6 @@ def load_policy(
         return ParamDropPolicy(resources, chosen)
     assert chosen is not None, "every other policy is a mode of morph"
     chosen = replace(chosen, **{key: value for key, value in objectives.items() if key not in (settings or {})})
-    if chosen.max_quality_loss < inf:
-        if loss is None:
-            raise _no_profile(chosen.max_quality_loss)
-        loss.check(chosen.precisions)
     _check_precisions(chosen.precisions, resources, swap_order, text, changed=settings is not None)
     return MorphPolicy(resources, swap_order, chosen, name=name, loss=loss)
 
@@ -221,13 +215,6 @@ def _check_precisions(
             f"policy {policy} changes layers to {', '.join(needed)}, but the engine was started without "
             f"{', '.join(missing)}: start it with {advice}"
         )
-
-
-def _no_profile(share: float) -> ConfigError:
-    return ConfigError(
-        f"max_quality_loss is {share:g}, but without a sensitivity profile in the model's folder no loss is known: "
-        "make one with `jaxserve profile MODEL --calib TEXT`"
-    )
 
 
 # -- policies of a user's own

@@ -45,7 +45,7 @@ class _Moment:
 
     def change(self, plan: InstancePlan, state: MorphState, text: str) -> Proposal[MorphState]:
         """Return the answer that another plan should be in force."""
-        return Proposal(plan, state, f"{text}: {change_text(self.plan, plan)}")
+        return Proposal(plan, state, f"{text}: {change_text(self.plan, plan, self.state.ladder.loss)}")
 
 
 class MorphPolicy:
@@ -105,6 +105,9 @@ class MorphPolicy:
         if not state.is_current(snapshot, plan):
             state = state.observed(snapshot, plan)
         pressure = self._pressure(snapshot)
+        waits = snapshot.oldest_wait > self.settings.queue_delay and snapshot.kv_usage > self.settings.kv_usage
+        if waits != (state.waiting_since is not None):
+            state = replace(state, waiting_since=now if waits else None)
         if not pressure and not state.level:
             return self._at_full_precision(snapshot, plan, state)
         state = replace(state, peak_arrivals=max(state.peak_arrivals, recent_of(snapshot).arrivals_per_s or 0.0))
@@ -154,7 +157,7 @@ class MorphPolicy:
             left = "no change is left" if level == state.ladder.top else "no change is expected to help"
             return self._limit(moment, f"{pressure}: {left}")
         plan = state.ladder.plan(level).with_max_num_seqs(load.max_num_seqs(level))
-        answer = moment.change(plan, state.entered(now), f"{pressure}, {load.need()}")
+        answer = moment.change(plan, state.entered(now, settings), f"{pressure}, {load.need()}")
         return replace(answer, reason=f"{answer.reason}; then within {ms(load.last_wait(level))}")
 
     def _limit(self, moment: _Moment, text: str) -> Proposal[MorphState]:
@@ -188,12 +191,13 @@ class MorphPolicy:
         """
         snapshot, plan, state, load = moment.snapshot, moment.plan, moment.state, moment.load
         initial, now = state.ladder.initial, moment.now
-        full, here = load.seconds_to_start(0), load.seconds_to_start(load.level)
-        factor = 1 / HARM if state.leaving or load.loses else HARM
+        full, here = load.cost(0), load.cost(load.level)
+        factor = 1 / HARM if state.leaving or load.loses else HARM ** (1 + state.returns)
         if not here or here < factor * full or not state.has_evidence(snapshot):
             return None
-        lead = f"{ms(here - full)} sooner" if here > full else "about as soon, and then faster,"
-        text = f"the last of {load.expected} waiting is expected to start {lead} in full precision"
+        if load.is_faster(load.level, 0, 1.0):
+            return None
+        text = f"answers are expected {here / full:.2f} times as late as in full precision"
         if snapshot.kv_pages_used <= initial.kv_pages - 1:
             return moment.change(initial, state.left(snapshot), text)
         room = load.room(0)

@@ -12,9 +12,13 @@ from jaxserve.control.resources import Resources
 from jaxserve.telemetry import Recent, Snapshot
 
 EXHAUSTION = 2.0  # s; pages that are expected to last longer are not short
+LASTING = 0.6  # s for which sequences have waited too long after which the shortage is no matter of moments
+AHEAD = 5.0  # s for which what arrives and is not served is looked ahead
 AT_RISK = 0.25  # share of `slo_ttft` after which a waiting sequence lifts the limit on sequences
 NO_SLOWER = 1.1  # factor on the time per token up to which steps count as no slower
 HEADROOM = 1.2  # factor on the load that a limit on sequences leaves room for
+DOUBT = 1.15  # factor on the gain that is asked for, as long as full precision has turned out to be better lately
+PRICE = 5.0  # share by which answers must come sooner for each share by which the cross-entropy rises
 SPAN = 5.0  # s; what arrives within less time tells of a burst, and not of a load
 MAX_GROWTH = 2.0  # factor by which the running sequences may be expected to grow within `EXHAUSTION`
 
@@ -35,6 +39,7 @@ class Load:
     tokens_per_s: float  # generated tokens that the arriving sequences ask for
     usage: float  # share of the KV pages that is expected to be in use `EXHAUSTION` seconds from now
     biases: tuple[float, float]  # seconds of steps as multiples of those expected, on level 0 and on other levels
+    lasting: bool  # whether sequences have waited all the time lately
     cautious: bool  # as full precision has turned out to be better lately
 
     @classmethod
@@ -57,6 +62,7 @@ class Load:
             tokens_per_s=(recent.arrivals_per_s or 0.0) * min(1.0, recent.seconds / SPAN) * workload.answer,
             usage=usage,
             biases=state.with_steps(snapshot).biases(snapshot.time, settings.relapse_memory),
+            lasting=state.waiting_since is not None and snapshot.time - state.waiting_since >= LASTING,
             cautious=snapshot.time - state.last_harm <= settings.relapse_memory,
         )
 
@@ -77,10 +83,10 @@ class Load:
         """Return the tokens/s of a level while it is full."""
         return self.room(level) / self.seconds_per_token(level, self.room(level))
 
-    def seconds_to_start(self, level: int) -> float:
-        """Return the time (s) from now until the last waiting sequence has its first token on a level."""
-        capacity = self.ladder.capacity(level)
-        seconds = capacity.seconds_to_start(self.workload, self.running, self.expected, self.room(level))
+    def seconds_to_start(self, level: int, waiting: int | None = None) -> float:
+        """Return the time (s) until the last of `waiting` sequences, by default those expected, starts on a level."""
+        capacity, waiting = self.ladder.capacity(level), self.expected if waiting is None else waiting
+        seconds = capacity.seconds_to_start(self.workload, self.running, waiting, self.room(level))
         return seconds * self.biases[level > 0]
 
     def last_wait(self, level: int) -> float:
@@ -93,11 +99,9 @@ class Load:
     def keeps_up(self, level: int) -> bool:
         """Return whether a level serves what arrives, or at least no less of it than the present level does.
 
-        Room for more sequences does not outlast a load that a level serves more slowly. If that was a mistake lately,
-        the level must be no slower than full precision.
+        Room for more sequences does not outlast a load that a level serves more slowly.
         """
-        enough = self.full_speed(0) if self.cautious else min(self.tokens_per_s, self.full_speed(self.level))
-        return self.full_speed(level) >= enough
+        return self.full_speed(level) >= min(self.tokens_per_s, self.full_speed(self.level))
 
     @property
     def behind(self) -> bool:
@@ -122,8 +126,11 @@ class Load:
         return self.waited > AT_RISK * self.settings.slo_ttft or self.last_wait(self.level) > self.allowed_wait
 
     def relief(self) -> str:
-        """Return why the present level is expected to hold the objectives, as a text; "" if it is not."""
-        if self.tpot > self.settings.slo_tpot:
+        """Return why the present level is expected to hold the objectives, as a text; "" if it is not.
+
+        While sequences have waited for long, the next one's start says little.
+        """
+        if self.tpot > self.settings.slo_tpot or self.lasting:
             return ""
         if not self.expected:
             return f"nothing waits, and {self.need()}"
@@ -140,21 +147,58 @@ class Load:
 
     # -- choices
 
+    def cost(self, level: int) -> float:
+        """Return the time (s) until the sequences that run and wait have their answers, on average, with its price.
+
+        Those count too that come within `AHEAD` seconds and find no room, because more arrives than the level serves.
+        Sequences that run are in the middle of their answers. The price is that of the quality which a level loses.
+        """
+        unserved = max(0.0, self.tokens_per_s - self.full_speed(level))
+        waiting = self.expected + math.ceil(AHEAD * unserved / self.workload.answer)
+        if not self.running and not waiting:
+            return 0.0
+        sequences = max(1, min(self.room(level), self.running + waiting))
+        each = self.workload.answer * self.seconds_per_token(level, sequences)
+        started = self.seconds_to_start(level, waiting) + each
+        seconds = (waiting * started + self.running * each / 2) / (waiting + self.running)
+        return seconds * (1 + PRICE * self.ladder.loss_at(level))
+
     def better_level(self) -> int:
-        """Return the lowest level that is expected to serve the load in time, or else the one that serves it soonest.
+        """Return the lowest level that is expected to serve the load in time, or else the one that serves it best.
 
         The levels that are tried are further and further up. Return the present level if none is enough of a gain.
         """
-        best, least = self.level, self._seconds(self.level) / self.settings.min_gain
+        gain = self.settings.min_gain * (DOUBT if self.cautious else 1.0)
+        # A gain counts beside what can be gained: running sequences have waited already.
+        here = self.cost(self.level)
+        share = self.expected / (self.expected + self.running) if self.expected else 0.0
+        best, least = self.level, here - (1 - 1 / gain) * (share * self.seconds_to_start(self.level) or here)
+        faster = self.level
         for level in self._higher_levels():
-            seconds = self._seconds(level)
-            if seconds <= least and self.keeps_up(level) and self._is_worth_it(level):
-                best, least = level, seconds
+            cost = self.cost(level)
+            if faster == self.level and self.is_faster(level, self.level, gain):
+                faster = level
+            if cost < least and self.keeps_up(level) and self._is_worth_it(level):
+                best, least = level, cost
                 enough = self._in_time(level) and self.full_speed(level) >= self.tokens_per_s
                 # As long as nothing waits, the first better level is enough.
                 if enough or (self.expected and not self.waiting):
                     break
-        return best
+        return faster if best == self.level else best
+
+    def is_faster(self, level: int, lower: int, gain: float) -> bool:
+        """Return whether first tokens come late and a level serves more tokens than a lower one, at its price.
+
+        Then longer times per token shorten the queue of what is still to come.
+        """
+        price = 1 + PRICE * (self.ladder.loss_at(level) - self.ladder.loss_at(lower))
+        late = self.waiting > 0 and self.last_wait(lower) > self.allowed_wait
+        return late and self.full_speed(level) >= gain * price * self.full_speed(lower)
+
+    def _in_time(self, level: int) -> bool:
+        if self.expected:
+            return self.last_wait(level) <= self.allowed_wait
+        return self.seconds_per_token(level, max(1, self.running)) <= self.settings.slo_tpot
 
     def _is_worth_it(self, level: int) -> bool:
         """Return whether the sequences that run pay no more than those that wait gain.
@@ -165,24 +209,19 @@ class Load:
         slower = self.seconds_per_token(level, running) / self.seconds_per_token(self.level, running)
         return self.waiting > 0 or slower <= NO_SLOWER
 
-    def _seconds(self, level: int) -> float:
-        """Return the time (s) that a level should shorten: until all have started, or between tokens if they have."""
-        return self.seconds_to_start(level) if self.expected else self.seconds_per_token(level, max(1, self.running))
-
-    def _in_time(self, level: int) -> bool:
-        if self.expected:
-            return self.last_wait(level) <= self.allowed_wait
-        return self._seconds(level) <= self.settings.slo_tpot
-
     def _higher_levels(self) -> list[int]:
-        """Return the levels that a decision may climb to, the nearest first."""
+        """Return the levels that a decision may climb to, the nearest first.
+
+        Where pools grow by segments, several levels have equally many pages: the lowest of them is among these.
+        """
         settings, top = self.settings, self.ladder.top
         urgent = self.waited >= settings.urgent_delay * settings.slo_ttft
         step, levels = settings.urgent_layers if urgent else settings.entry_layers, [self.level]
         while levels[-1] < top:
             levels.append(min(self.level + step, top))
             step *= 2
-        return levels[1:]
+        lowest = (self.ladder.lowest_with_pages_of(level) for level in levels[1:])
+        return sorted({level for level in (*levels, *lowest) if level > self.level})
 
     def max_num_seqs(self, level: int) -> int | None:
         """Return how many sequences should run at once on a level: few, while first tokens come in time. None: all."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from math import inf
 
+from jaxserve.control.policies.quality import FLOOR
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import BITS
 
@@ -32,11 +33,11 @@ class MorphSettings:
     rest: str = "int8"  # precision that the other layers may change to after these; "" if they do not change
     escalate: str = "int4"  # precision that layers in `rest` may go on to while pressure stays; "" if they do not
     last_resort: str = ""  # precision that all layers may go on to after that; "" if they do not
-    # Floor of quality: largest rise of the cross-entropy that the profile expects, as a share of full precision's.
-    max_quality_loss: float = inf
+    # Floor of quality: largest rise of the cross-entropy that is expected, as a share of full precision's.
+    max_quality_loss: float = FLOOR
 
     # Benefit: what a change must be estimated to gain.
-    min_gain: float = 1.07  # factor by which the last waiting sequence must be expected to start sooner
+    min_gain: float = 1.07  # factor by which a change must be expected to shorten the time until answers are complete
     hold: float = 0.5  # share of `slo_ttft` within which the last waiting sequence must be expected to start
     slo_tpot: float = inf  # s: objective for the time per output token; infinity: none
     few: bool = True  # run no more sequences at once than the load needs, while layers have fewer bits

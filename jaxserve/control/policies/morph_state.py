@@ -68,11 +68,13 @@ class MorphState:
     fewer_time: float = NEVER  # when the last step on another level ended
     pressure_since: float | None = None
     quiet_since: float | None = None
+    waiting_since: float | None = None  # when sequences began to wait for longer than `queue_delay`, at every moment
     last_entry: float = NEVER
     last_release: float = NEVER
     last_limit: float = NEVER  # when the number of sequences at once was limited
     leaving: bool = False  # fewer sequences run, until the pages in use fit into full precision's
     last_harm: float = NEVER  # when full precision turned out to be better
+    returns: int = 0  # how often pressure came back soon after that
     release_arrivals: float = 0.0  # arrivals/s at the last release
     peak_arrivals: float = 0.0  # largest arrivals/s since the last release
     first_entry: float | None = None  # time of the first entry since the last release
@@ -132,10 +134,13 @@ class MorphState:
         """Return the state at a moment without pressure."""
         return replace(self, quiet_since=now if self.quiet_since is None else self.quiet_since, pressure_since=None)
 
-    def entered(self, now: float) -> "MorphState":
+    def entered(self, now: float, settings: MorphSettings) -> "MorphState":
         """Return the state after an entry."""
         first = now if self.first_entry is None else self.first_entry
-        return replace(self, last_entry=now, last_limit=now, first_entry=first)
+        state = replace(self, last_entry=now, last_limit=now, first_entry=first)
+        if self.level:
+            return state
+        return replace(state, returns=self.returns + 1 if now - self.last_harm <= settings.relapse else 0)
 
     def released(self, now: float, arrivals: float) -> "MorphState":
         """Return the state after a release under a number of arrivals per second."""
