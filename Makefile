@@ -14,10 +14,11 @@ DEV := $(VENV)/.jaxserve-dev
 CLIENTS := $(VENV)-clients/.jaxserve
 NATIVE := $(VENV)/.jaxserve-native
 CUDA_PLUGIN := $(VENV)/cuda-plugin
+REAL := build/real
 SOURCES := jaxserve tests bench examples scripts setup.py $(wildcard pallas_kernels checkpoints)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo demo-cluster test test-clients test-regroups test-thorough check check-gpu-compile format bench bench-peers clean
+.PHONY: help serve demo demo-cluster test test-clients test-real test-regroups test-thorough check check-gpu-compile format bench bench-peers clean
 # All targets share one environment.
 .NOTPARALLEL:
 
@@ -40,6 +41,9 @@ test: $(DEV) $(NATIVE) ## run the tests (ARGS="-k name ...", WORKERS=0 for one p
 
 test-clients: $(CLIENTS) ## run the tests with other people's client libraries (ARGS="-k name ...")
 	$(VENV)-clients/bin/python -m pytest tests/clients $(ARGS)
+
+test-real: $(DEV) $(NATIVE) $(REAL)/smollm2/config.json ## check a real model's answers and losses, about 15 minutes; downloads 330 MB once
+	REAL_WEIGHTS=$(REAL) $(BIN)/python -m pytest tests/real $(ARGS)
 
 test-regroups: $(DEV) $(NATIVE) ## regroup instances at random for about 15 minutes (EXAMPLES=2500 histories)
 	REGROUP_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/control/test_regrouping.py \
@@ -81,6 +85,10 @@ $(RUNTIME): pyproject.toml setup.py scripts/make-venv
 
 $(CLIENTS): pyproject.toml setup.py scripts/make-venv
 	@scripts/make-venv "$(VENV)-clients" ".[clients]" "$(PYTHON)"
+	@touch $@
+
+$(REAL)/smollm2/config.json: scripts/real-weights tests/real/convert.py
+	@scripts/real-weights $(REAL) $(BIN)/python
 	@touch $@
 
 $(DEV): pyproject.toml setup.py scripts/make-venv

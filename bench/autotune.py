@@ -29,14 +29,15 @@ from bench.gpu_parts.kernels import (
 )
 from bench.gpu_parts.sizes import REAL
 from pallas_kernels import paged_attention, quantized_matmul
-from pallas_kernels.blocks import AttentionBlocks, MatmulBlocks, blocks_for
+from pallas_kernels.blocks import HOPPER, AttentionBlocks, MatmulBlocks, blocks_for
 from pallas_kernels.targets import compile_for
 
 Tuned = dict[str, Any]  # fields of DeviceBlocks
 
 ATTENTION = [AttentionBlocks(keys, stages) for keys, stages in product((64, 128), (2, 3, 4))]
-FEW = [MatmulBlocks(*sizes) for sizes in product((64, 128), (2, 3, 4), (4, 8), (32, 64, 128))]
-MANY = [MatmulBlocks(*sizes) for sizes in product((64, 128), (2, 3, 4), (1, 2, 4), (32, 64))]
+FEW = [MatmulBlocks(*sizes) for sizes in product((64, 128), (32,), (2, 3, 4), (4, 8), (32, 64, 128))]
+MANY = [MatmulBlocks(*sizes) for sizes in product((64, 128), (64, 128), (2, 3, 4), (1, 2, 4), (32, 64))]
+SHARED = [replace(sizes, warpgroups=2) for sizes in MANY if sizes.outs == 128]
 MODEL = next(model for model in REAL.models if model.name == "8b")
 
 
@@ -47,10 +48,14 @@ def searches() -> Iterator[tuple[Case, Callable[..., Array], list[Tuned]]]:
     yield decode_attention(MODEL, 64, 4096, "auto"), attention, [{"decode": sizes} for sizes in ATTENTION]
     yield decode_attention(MODEL, 1, 8192, "auto"), attention, splits
     yield prefill_attention(MODEL, 2048, 64, "auto"), attention, [{"prefill": sizes} for sizes in ATTENTION]
-    for field, rows, choices in (("few_rows", 8, FEW), ("many_rows", 128, MANY)):
+    for field, rows, choices in (("few_rows", 8, FEW), ("many_rows", 64, MANY)):
         for name, out in (("o", 4096), ("gate_up", 28672)):  # the later search overrides the earlier one
             case = quantised_product(f"{name} in int4, {rows} rows", rows, out, 4096, 4, "auto")
             yield case, quantized_matmul.quantized_matmul, [{field: sizes} for sizes in choices]
+    others = dict(HOPPER.shared)
+    for bits in others:
+        case = quantised_product(f"gate_up in int{bits}, 256 rows", 256, 28672, 4096, bits, "auto")
+        yield case, quantized_matmul.quantized_matmul, [{"shared": others | {bits: sizes}} for sizes in SHARED]
 
 
 def main() -> None:

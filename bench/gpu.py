@@ -20,7 +20,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from bench.gpu_parts.parts import PARTS, Outcome, Part, default_settings, run_parts
+from bench.gpu_parts.parts import DEFAULT_PARTS, PARTS, Outcome, Part, default_settings, run_in_turns, run_parts
 from bench.gpu_parts.table import table, with_shares
 from bench.gpu_parts.targets import targets, targets_table
 from bench.peers.__main__ import DEFAULT_CACHE
@@ -34,7 +34,7 @@ def main() -> None:
     args = _options()
     # SIGTERM ends the run as Ctrl-C does, keeping what was measured.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    chosen = [part for part in PARTS if not args.parts or {part.name, part.kind} & set(args.parts)]
+    chosen = [part for part in PARTS if {part.name, part.kind} & set(args.parts)] if args.parts else [*DEFAULT_PARTS]
     parts = scaled(chosen, args.minutes * 60)
     settings = default_settings(
         "cuda" if args.platform == "gpu" else "cpu", tiny=args.tiny, cache=args.cache_dir, peer_python=args.peer_python
@@ -51,7 +51,7 @@ def main() -> None:
         print(f"{time.monotonic() - start:5.0f} s  {name}: {latest}", file=sys.stderr, flush=True)
 
     try:
-        run_parts(parts, settings, outcomes, save)
+        (run_in_turns if args.overlap else run_parts)(parts, settings, outcomes, save)
     except KeyboardInterrupt:
         print("interrupted: the tables show what was measured until then", file=sys.stderr)
     print(table(outcomes))
@@ -90,7 +90,10 @@ def _options() -> argparse.Namespace:
     names = sorted({name for part in PARTS for name in (part.name, part.kind)})
     parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to check that the script works")
-    parser.add_argument("--parts", nargs="+", choices=names, help="default: all")
+    parser.add_argument("--parts", nargs="+", choices=names, help="default: those with targets, and peers")
+    parser.add_argument(
+        "--overlap", action="store_true", help="let all parts load and compile together, and measure in turn"
+    )
     parser.add_argument("--minutes", type=float, default=7.75, help="for all parts together")
     parser.add_argument("--peer-python", help="Python interpreter with torch and transformers; default: this one")
     parser.add_argument(

@@ -92,9 +92,6 @@ class TimedDevice:
         self.oldest = [*self.oldest[-1:], step]
         return step
 
-    def settle(self) -> None:
-        """Do nothing: there is nothing to compile."""
-
 
 def program_on(device: object) -> Program:
     """Return a small program that runs on a virtual device."""

@@ -73,7 +73,7 @@ def report_weights(options: argparse.Namespace, model: Path, rows: np.ndarray, c
             for method in options.methods.split(","):
                 began = time.perf_counter()
                 settings = QuantizationSettings((precision,), method, options.group, symmetric=not options.zero_points)
-                store = run(model, settings, CalibrationText(file, options.samples), Path(folder, method))
+                store = run(model, settings, CalibrationText(file, options.samples, LENGTH), Path(folder, method)).store
                 took = time.perf_counter() - began
                 found = loss(dequantized(store, precision))
                 print(f"| {precision} | {method} | {found:.4f} | {found - full:+.4f} | {took:.0f} |", flush=True)

@@ -53,7 +53,8 @@ class Sampler:
 
     def __init__(self, implementation: sampler.Implementation, top_logprobs: int):
         full = partial(sampler.sample_full, implementation=implementation, top_logprobs=top_logprobs)
-        self._plain = {False: jax.jit(implementation.greedy), True: jax.jit(implementation.random)}
+        self._greedy = jax.jit(implementation.greedy)
+        self._random, self._masked = jax.jit(implementation.random), jax.jit(implementation.masked)
         self._more = {False: jax.jit(implementation.adjusted, donate_argnums=3), True: jax.jit(full, donate_argnums=3)}
 
     def timed(self, chosen: dict[str, float], logits: Array) -> Timed:
@@ -61,7 +62,9 @@ class Sampler:
         rows, vocab = logits.shape
         inputs = (logits, packed_parameters(chosen, rows, vocab), jnp.zeros(SLOTS + 1, jnp.int32))
         if not {"repetition", "logprobs"} & chosen.keys():
-            return lambda: self._plain["temperature" in chosen](*inputs)
+            masked = self._masked if {"top_k", "top_p"} & chosen.keys() else self._random
+            plain = masked if "temperature" in chosen else self._greedy
+            return lambda: plain(*inputs)
         history = [sampler.empty_history(SLOTS, vocab)]
         biases = tuple(map(jnp.asarray, sampler.sparse_biases([], rows)))
 

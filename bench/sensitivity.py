@@ -34,7 +34,8 @@ def main() -> None:
         *files,
         Options(
             precisions=tuple(options.precisions.split(",")),
-            calib_tokens=options.calib_tokens,
+            tokens=options.calib_tokens,
+            compare_orders=True,
             held_out_tokens=options.held_out_tokens,
             weights=Weights(*map(float, options.weights.split(","))),
             positions=options.positions,

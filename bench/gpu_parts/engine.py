@@ -3,7 +3,7 @@
 The executor alone repeats one step and waits once at the end. This gives the device's own time, or the time of the
 dispatch where that is longer. The executor is measured without the fused tier first and then with it, as time allows,
 because fusing a step's shape can take a minute. Cases with targets (`targets.py`) therefore run before all others, in
-both tiers.
+both tiers. The library is measured in the tier that serves.
 
 For lower precisions the layers are replaced by random ones, made on the device: rounding 8B weights on the host would
 take longer than everything else.
@@ -25,36 +25,54 @@ from bench.gpu_parts.sizes import Model, Sizes
 from bench.peers.workload import VOCAB, Prompts
 from jaxserve import LLM, SamplingParams
 from jaxserve.checkpoint.loader import DUMMY_STDDEV
-from jaxserve.compilation.cache import FUSED_TIER, CompileCounter
+from jaxserve.compilation.cache import CompileCounter
 from jaxserve.core.request import Request
+from jaxserve.core.step_shapes import StepShape
 from jaxserve.core.work import Work
 from jaxserve.engine.loop import StepLoop
 from jaxserve.executor.block_store import Reference
 from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
-from jaxserve.executor.fused import PATIENCE, FusedTier
+from jaxserve.executor.fused import FusedTier, StageKey
 from jaxserve.models import abstract_block
 from jaxserve.quantization import QArray
 
-REPEATS = 50  # of a step; more than the fused tier waits for before it fuses a shape
+REPEATS = 50  # of a step
 TIERS = ("block", "fused")
+SERVING_TIER = "block"  # by default on GPU
 PAGE = 16  # tokens
 
 
 class Jaxserve:
     """A loaded model whose fused tier can be switched on."""
 
-    def __init__(self, path: Path, model: Model, sizes: Sizes):
+    def __init__(
+        self,
+        path: Path,
+        model: Model,
+        sizes: Sizes,
+        *,
+        seqs: int | None = None,
+        step_tokens: int | None = None,
+        max_len: int | None = None,
+        kv_pages: int | None = None,
+    ):
+        """Load a model for `seqs` sequences of `max_len` tokens, and `step_tokens` prompt tokens of a step.
+
+        By default these are the model's and the sizes' own, and `kv_pages` hold all sequences at their longest.
+        """
+        seqs = seqs or max(model.batches)
+        max_len = max_len or sizes.max_len
         self.llm = LLM(
             path,
             load_format="auto" if model.written else "dummy",
             dtype="bfloat16",
-            max_model_len=sizes.max_len,
-            max_num_seqs=max(model.batches),
-            max_num_batched_tokens=sizes.step_tokens + max(model.batches),
+            max_model_len=max_len,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=seqs + (step_tokens or sizes.step_tokens),
             page_size=PAGE,
             # Fewer pages than memory allows, which leaves room for the layers in lower precisions.
-            kv_pages=max(model.batches) * -(-sizes.max_len // PAGE),
+            kv_pages=kv_pages or seqs * -(-max_len // PAGE),
             warmup=False,  # compile only the shapes that are measured
             fuse=False,
         )
@@ -70,14 +88,25 @@ class Jaxserve:
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    def settle(self) -> bool:
-        before = self.compilations.counts[FUSED_TIER]
-        self.llm.settle()
-        return self.compilations.counts[FUSED_TIER] > before
-
     def use(self, tier: str) -> None:
-        """Switch to a tier. In "fused", shapes that are used often are fused, as is the default on GPU."""
+        """Switch to a tier. In "fused", the steps for which `fuse` was called are fused."""
         self.executor.fuse(self.fused if tier == "fused" else None)
+
+    def fuse(self, work: Work) -> None:
+        """Compile this step for the tier in use, with the present layers."""
+        executor = self.executor
+        if not executor.fuses:
+            return
+        shape = executor.buckets.of(work)
+        for key, stage in zip(self.stage_keys(shape), executor._stages, strict=True):
+            program, arguments = executor._outline(stage, shape)
+            self.fused.compile(key, program, *arguments)
+        self.fused.wait()
+
+    def stage_keys(self, shape: StepShape) -> list[StageKey]:
+        """Return the keys of a step's fused executables with the present layers."""
+        stages, segments = self.executor._stages, self.executor.pools.segments
+        return [StageKey(index, shape, stage.executables, segments) for index, stage in enumerate(stages)]
 
     @contextlib.contextmanager
     def layers_in(self, precision: str) -> Iterator[None]:
@@ -128,7 +157,6 @@ def rows(path: Path, model: Model, sizes: Sizes) -> Iterator[Row]:
     start = time.perf_counter()
     engine = Jaxserve(path, model, sizes)
     yield {"case": "load", "model": model.name, "seconds": time.perf_counter() - start}
-    assert REPEATS > PATIENCE
     first, *others = model.batches
     for tier in TIERS:
         engine.use(tier)
@@ -138,10 +166,11 @@ def rows(path: Path, model: Model, sizes: Sizes) -> Iterator[Row]:
             with engine.layers_in(precision):
                 yield from decode_rows(engine, model, sizes, {**labels, "precision": precision}, [first])
         yield prefill_row(engine, model, sizes, labels)
-    for tier in reversed(TIERS):  # the tier that serves first
+    for tier in TIERS:
         engine.use(tier)
-        labels = {"model": model.name, "through": "LLM", "tier": tier}
-        yield from measure.rows(engine, model, sizes, engine.rng, labels)
+        labels = {"model": model.name, "tier": tier}
+        if tier == SERVING_TIER:
+            yield from measure.rows(engine, model, sizes, engine.rng, {**labels, "through": "LLM"})
         yield from decode_rows(engine, model, sizes, {**labels, "through": "executor"}, others)
     for tier, count in engine.compilations.counts.items():
         yield {"case": f"executables compiled, {tier} tier", "model": model.name, "count": count}
@@ -194,10 +223,7 @@ def repeated_step(engine: Jaxserve, batch: int, length: int, max_len: int, *, de
 
 def repeated(engine: Jaxserve, work: Work) -> float:
     """Return the seconds per execution of a step that is repeated, writing equal values to equal places."""
-    for _ in range(REPEATS):
-        pending = engine.executor.execute(work)
-    pending.fetch()
-    engine.settle()
+    engine.fuse(work)
     engine.executor.execute(work).fetch()
     start = time.perf_counter()
     for _ in range(REPEATS):

@@ -64,9 +64,13 @@ def measure(case: Case, sizes: Sizes) -> float:
 
 def inputs_of(case: Case, sizes: Sizes) -> tuple[list[Any], list[Inputs]]:
     """Return enough sets of inputs that no cache holds them: first inputs, and the remaining ones."""
-    sets = min(max(math.ceil(sizes.rotate_bytes / max(case.cost.bytes, 1)), 1), MAX_SETS)
-    inputs = [case.inputs(key) for key in jax.random.split(jax.random.key(1), sets)]
+    inputs = [case.inputs(key) for key in jax.random.split(jax.random.key(1), sets_of(case, sizes))]
     return [i[0] for i in inputs], [i[1:] for i in inputs]
+
+
+def sets_of(case: Case, sizes: Sizes) -> int:
+    """Return how many sets of inputs no cache holds."""
+    return min(max(math.ceil(sizes.rotate_bytes / max(case.cost.bytes, 1)), 1), MAX_SETS)
 
 
 def program(case: Case) -> jax.stages.Wrapped:

@@ -26,10 +26,6 @@ class Engine(Protocol):
         """Return `max_tokens` greedy tokens for each prompt."""
         ...
 
-    def settle(self) -> bool:
-        """Wait for background preparations, and return whether there were any."""
-        ...
-
 
 def rows(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Generator, labels: Row) -> Iterator[Row]:
     """Yield decode, prefill, throughput, and the first tokens of fixed prompts. `labels` are part of every row."""
@@ -81,15 +77,13 @@ def throughput(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Genera
 
 
 def median(engine: Engine, lengths: list[int], max_tokens: int, repeats: int, rng: np.random.Generator) -> float:
-    """Return the median time of a batch of prompts with these lengths, after one or two unmeasured runs."""
+    """Return the median time of a batch of prompts with these lengths, after one unmeasured run."""
 
     def once() -> float:
         prompts = [rng.integers(2, VOCAB, length).tolist() for length in lengths]
         return timed(engine, prompts, max_tokens)
 
     once()
-    if engine.settle():
-        once()
     return statistics.median(once() for _ in range(repeats))
 
 

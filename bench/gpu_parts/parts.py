@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_parts import Row
+from bench.gpu_parts import Row, turns
 
 ROOT = Path(__file__).resolve().parents[2]
 MIN_SECONDS = 10.0  # a part with less time is not started
@@ -38,12 +38,12 @@ class Part:
 
     @property
     def kind(self) -> str:
-        """The name without the model's name."""
+        """The name without that of a model or precision."""
         return self.name.partition(":")[0]
 
 
 # Parts with targets come first. Together they take 465 seconds.
-PARTS = (
+DEFAULT_PARTS = (
     Part("ceilings", 25),
     Part("kernels", 120),
     Part("engine:8b", 160),
@@ -51,6 +51,18 @@ PARTS = (
     Part("engine:1b", 50),
     Part("peer:1b", 40, is_peer=True),
     Part("peer:8b", 40, is_peer=True),
+)
+# These answer single questions, and run when they are asked for.
+PARTS = (
+    *DEFAULT_PARTS,
+    Part("samplers", 30),
+    Part("products:int4", 30),
+    Part("products:int8", 30),
+    Part("products:bf16", 30),
+    Part("steps:8b", 120),
+    Part("bursts:8b", 130),
+    Part("transitions:8b", 120),
+    Part("threads:1b", 40),
 )
 
 
@@ -120,16 +132,71 @@ def run_parts(
             on_change(part.name)
 
 
+def run_in_turns(
+    parts: Sequence[Part], settings: Settings, outcomes: dict[str, Outcome], on_change: Callable[[str], None]
+) -> None:
+    """Start all parts together, and give each the device for its seconds when it is ready to measure.
+
+    The first part in order that is ready has the next turn. The first turn begins when all parts are ready, since
+    others' compiling would disturb it, or at half of the time. All ends after the sum of the parts' seconds.
+    """
+    seconds_in_all = sum(part.seconds for part in parts)
+    deadline = time.monotonic() + seconds_in_all
+    half = deadline - seconds_in_all / 2
+    outcomes.update((part.name, Outcome()) for part in parts)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as all_workers:
+        environment = {**settings.environment, turns.FOLDER: folder, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        waiting: dict[str, tuple[_Worker, contextlib.ExitStack, float]] = {}
+        for part in parts:
+            one_worker = all_workers.enter_context(contextlib.ExitStack())
+            waiting[part.name] = _Worker(settings.command(part), environment, one_worker), one_worker, part.seconds
+        while waiting and time.monotonic() < deadline:
+            ready = [name for name, (worker, *_) in waiting.items() if worker.is_ready(Path(folder))]
+            if not ready or (len(ready) < len(waiting) and time.monotonic() < half):
+                time.sleep(turns.LOOK_S)
+                continue
+            name = ready[0]
+            worker, one_worker, seconds = waiting.pop(name)
+            turns.turn(Path(folder), worker.process.pid).touch()
+            start, limit = time.monotonic(), min(seconds, deadline - time.monotonic())
+            try:
+                worker.follow(limit, outcomes[name], partial(on_change, name))
+            finally:
+                one_worker.close()
+                outcomes[name].seconds = round(time.monotonic() - start, 1)
+                on_change(name)
+        for name in waiting:
+            outcomes[name].why = "no time was left, or it was not ready"
+            on_change(name)
+
+
 def run_part(
     command: Sequence[str], environment: dict[str, str], limit: float, outcome: Outcome, on_row: Callable[[], None]
 ) -> None:
     """Run one worker for at most `limit` seconds. KeyboardInterrupt ends it and is raised again."""
-    outcome.status = "running"
-    with tempfile.TemporaryFile("w+") as log, _worker(command, environment, log) as process:
-        messages = _lines(process)
+    with contextlib.ExitStack() as stack:
+        _Worker(command, environment, stack).follow(limit, outcome, on_row)
+
+
+class _Worker:
+    """The process of a part, and what it has written."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], stack: contextlib.ExitStack):
+        """Start the process, which ends when `stack` is closed."""
+        self._log = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115, closed by the stack
+        self.process = stack.enter_context(_process(command, environment, self._log))
+        self._messages = _lines(self.process)
+
+    def is_ready(self, folder: Path) -> bool:
+        """Return whether the process waits for its turn, or has ended."""
+        return turns.ready(folder, self.process.pid).exists() or self.process.poll() is not None
+
+    def follow(self, limit: float, outcome: Outcome, on_row: Callable[[], None]) -> None:
+        """Fill the outcome for at most `limit` seconds. KeyboardInterrupt is raised again."""
+        outcome.status = "running"
         deadline = time.monotonic() + limit
         try:
-            while (line := messages.get(timeout=max(deadline - time.monotonic(), 0))) is not None:
+            while (line := self._messages.get(timeout=max(deadline - time.monotonic(), 0))) is not None:
                 message = json.loads(line)
                 if "row" in message:
                     outcome.rows.append(message["row"])
@@ -142,11 +209,11 @@ def run_part(
             outcome.status = "interrupted"
             raise
         if outcome.status == "running":
-            outcome.status, outcome.why = "crashed", f"exit status {process.wait()}: {_tail(log)}"
+            outcome.status, outcome.why = "crashed", f"exit status {self.process.wait()}: {_tail(self._log)}"
 
 
 @contextlib.contextmanager
-def _worker(command: Sequence[str], environment: dict[str, str], log: Any) -> Iterator[subprocess.Popen[str]]:
+def _process(command: Sequence[str], environment: dict[str, str], log: Any) -> Iterator[subprocess.Popen[str]]:
     """Start a process in its own session, and kill it with all its children if it has not ended."""
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,

@@ -51,10 +51,6 @@ class ContinuousBatching:
                 finished[result.request_id] = list(result.generated_tokens)
         return [finished[request_id] for request_id in ids]
 
-    def settle(self) -> bool:
-        """Return False: nothing is prepared in the background."""
-        return False
-
     def close(self) -> None:
         """End the generation thread."""
         if self._manager is not None and self._manager.is_running():

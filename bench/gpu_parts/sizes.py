@@ -41,6 +41,59 @@ class Changing:
 
 
 @dataclass(frozen=True)
+class Stepping:
+    """The steps that `steps.py` measures."""
+
+    num_layers: int
+    seqs: int
+    prompt: int  # tokens of the sequences that decode, and the most of a prompt that begins
+    most_chunk: int  # prompt tokens of a step
+    max_len: int
+    kv_pages: int
+    cases: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]  # by tier: (sequences that decode, prompt tokens)
+    precisions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """The logits that `samplers.py` draws tokens from."""
+
+    vocab: int
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Multiplying:
+    """Rows of the products of `products.py`."""
+
+    rows: tuple[int, ...]  # of a layer's largest weight
+    other_rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bursting:
+    """The burst that `bursts.py` serves."""
+
+    phases: tuple[tuple[float, float], ...]  # (seconds, requests per second)
+    lengths: tuple[tuple[float, float, int], ...]  # (mean, sigma, most) of prompts and of answers
+    kv_pages: tuple[int, ...]
+    seqs: int
+    prefill: int
+    max_len: int
+
+
+@dataclass(frozen=True)
+class Threading:
+    """The instances that `threads.py` steps."""
+
+    shape: Shape
+    counts: tuple[int, ...]  # of threads, the most last
+    seqs: int
+    max_len: int
+    seconds: float  # of each measurement
+
+
+@dataclass(frozen=True)
 class Sizes:
     """All other sizes that differ between a real run and a tiny one."""
 
@@ -62,6 +115,11 @@ class Sizes:
     answer: int  # tokens of each answer in the throughput run
     max_len: int
     changing: Changing
+    stepping: Stepping
+    drawing: Drawing
+    multiplying: Multiplying
+    bursting: Bursting
+    threading: Threading
 
 
 REAL = Sizes(
@@ -109,6 +167,37 @@ REAL = Sizes(
     answer=128,
     max_len=1024,
     changing=Changing(16, (1, 4, 16), 2, 16, 256, 1024, kv_pages=1100, max_kv_pages=3600),
+    stepping=Stepping(
+        num_layers=32,
+        seqs=256,
+        prompt=640,
+        most_chunk=2048,
+        max_len=1280,
+        kv_pages=256 * 56,
+        cases=(
+            ("block", ((0, 2048), (256, 0), (64, 0), (64, 2048), (1, 0))),
+            ("fused", ((256, 0), (64, 0))),
+        ),
+        precisions=("int4", "int8"),
+    ),
+    drawing=Drawing(128256, rows=(8, 64, 256)),
+    multiplying=Multiplying(rows=(8, 16, 32, 64, 128, 256, 512), other_rows=(8, 64, 128)),
+    # 3,340 pages are half of the layers of the 8B.
+    bursting=Bursting(
+        phases=((10, 8), (14, 24), (21, 8)),
+        lengths=((642, 0.6, 3000), (262, 0.5, 1000)),
+        kv_pages=(2500, 5840),
+        seqs=256,
+        prefill=2048,
+        max_len=4096,
+    ),
+    threading=Threading(
+        Shape(hidden=1024, layers=8, heads=16, kv_heads=8, intermediate=2816),
+        counts=(1, 2, 4, 8),
+        seqs=16,
+        max_len=4096,
+        seconds=2.0,
+    ),
 )
 
 _TINY_SHAPE = {"heads": 4, "kv_heads": 2, "intermediate": 96}
@@ -154,4 +243,25 @@ TINY = Sizes(
     answer=8,
     max_len=128,
     changing=Changing(3, (1, 2), 1, 2, 64, 512, kv_pages=80, max_kv_pages=100),
+    stepping=Stepping(
+        num_layers=2,
+        seqs=4,
+        prompt=16,
+        most_chunk=64,
+        max_len=128,
+        kv_pages=40,
+        cases=(("block", ((2, 0), (1, 24), (0, 32))), ("fused", ((2, 0),))),
+        precisions=("int4",),
+    ),
+    drawing=Drawing(4096, rows=(8,)),
+    multiplying=Multiplying(rows=(8,), other_rows=(4,)),
+    bursting=Bursting(
+        phases=((0.2, 10), (0.3, 30)),
+        lengths=((24, 0.3, 48), (8, 0.3, 16)),
+        kv_pages=(12, 40),
+        seqs=4,
+        prefill=64,
+        max_len=128,
+    ),
+    threading=Threading(Shape(64, layers=2, **_TINY_SHAPE), counts=(1, 2), seqs=2, max_len=1024, seconds=0.1),
 )

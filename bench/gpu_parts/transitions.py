@@ -77,11 +77,6 @@ def rows(path: Path, model: Model, sizes: Sizes) -> Iterator[dict[str, Any]]:
     yield {"case": "tokens", "model": model.name, "plan": "restored", "equal": restored}
 
 
-def shortened(model: Model, sizes: Sizes) -> Model:
-    """Return the model with the number of layers that this part serves."""
-    return replace(model, shape=replace(model.shape, layers=sizes.changing.num_layers))
-
-
 def _mixed_option(count: int) -> str:
     """Return the precisions of `_mixed` in the form of the option `layer_precision`."""
     half = max(1, count // 2)

@@ -10,6 +10,7 @@ import json
 import os
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from bench.gpu_parts import Row
@@ -21,6 +22,11 @@ NEEDS = {
     "kernels": ("jax",),
     "engine": ("jax",),
     "transitions": ("jax",),
+    "samplers": ("jax",),
+    "products": ("jax",),
+    "steps": ("jax",),
+    "bursts": ("jax",),
+    "threads": ("jax",),
     "peer": ("torch", "transformers"),
 }
 
@@ -28,7 +34,7 @@ NEEDS = {
 def main() -> None:
     """Measure the part and exit with 0 in any case, because the last message holds the status."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", help="ceilings, kernels, checkpoint, or engine:MODEL, transitions:MODEL, peer:MODEL")
+    parser.add_argument("part", help="ceilings, kernels, checkpoint, samplers, products:PRECISION, or KIND:MODEL")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--cache-dir", type=Path, required=True)
@@ -77,14 +83,41 @@ def rows(kind: str, name: str, sizes: Sizes, device: str, cache: Path) -> Iterat
         case "transitions":
             from bench.gpu_parts import transitions
 
-            model = transitions.shortened(models[name], sizes)
+            model = shortened(models[name], sizes.changing.num_layers)
             yield from transitions.rows(ensure_model(model, cache), model, sizes)
+        case "samplers":
+            from bench.gpu_parts import samplers
+
+            yield from samplers.rows(sizes)
+        case "products":
+            from bench.gpu_parts import products
+
+            yield from products.rows(name, sizes)
+        case "steps":
+            from bench.gpu_parts import steps
+
+            model = shortened(models[name], sizes.stepping.num_layers)
+            yield from steps.rows(ensure_model(model, cache), model, sizes)
+        case "bursts":
+            from bench.gpu_parts import bursts
+
+            yield from bursts.rows(ensure_model(models[name], cache), models[name], sizes)
+        case "threads":
+            from bench.gpu_parts import threads
+
+            small = replace(models[name], name="threads", shape=sizes.threading.shape, written=False)
+            yield from threads.rows(ensure_model(small, cache), small, sizes)
         case "peer":
             from bench.gpu_parts import peer
 
             yield from peer.rows(ensure_model(models[name], cache), models[name], sizes, device)
         case _:
-            raise ValueError(f"unknown part {kind!r}: choose from ceilings, kernels, checkpoint, engine, peer")
+            raise ValueError(f"unknown part {kind!r}: choose from ceilings, checkpoint, {', '.join(NEEDS)}")
+
+
+def shortened(model: Model, num_layers: int) -> Model:
+    """Return the model with fewer layers."""
+    return replace(model, shape=replace(model.shape, layers=num_layers))
 
 
 def ensure_model(model: Model, cache: Path) -> Path:

@@ -24,12 +24,13 @@ SWAP = re.compile(r"layers\.(\d+) \S+ -> (\S+) ")
 
 
 def profile_of(model: Path) -> SensitivityProfile | None:
-    """Return the sensitivity profile next to a checkpoint, or None.
+    """Return the sensitivity profile next to a checkpoint, or None if there is none in which orders were compared.
 
     It holds the loss on held-out text of every assignment.
     """
     path = model / FILE_NAME
-    return SensitivityProfile.load(path) if path.is_file() else None
+    profile = SensitivityProfile.load(path) if path.is_file() else None
+    return profile if profile is not None and profile.curves else None
 
 
 def adaptation_figures(result: Mapping[str, Any], profile: SensitivityProfile | None) -> dict[str, Any]:

@@ -12,9 +12,15 @@ gpu-serving/h200.json has the decode steps of a loaded server.
   in proportion to their weights.
 - `overheads.layer` is the rest of the decode steps at batch 1. What the prefill step takes beyond that is norms and
   activations. It is proportional to the tokens, and part of the products' curve.
-- `overheads.step` and `overheads.sequence` are what decode steps of the loaded server take longer.
+- `overheads.step` and `overheads.sequence` are what decode steps of the loaded server take longer. The sampler of that
+  day is subtracted (gpu-adaptation/h200.json has its times), and one that draws without masks, as of gpu-changes, is
+  added.
+- `overheads.loop`, `program`, `array` and `answer` are the host's (`host_overheads`).
 - `overheads.transition`: gpu-transitions/h200.json has layers that change one after the other while 16 streams decode.
   A change takes its copy, paced to 8 GB/s, and waits for steps, as in the simulator. The rest is this overhead.
+- The kernels and XLA's products have changed since. gpu-adaptation has the products as they were when three systems
+  were measured under a burst, which h200.yaml beside it stands for, and gpu-changes as they are now. Expanding weights
+  takes as long for any number of rows. XLA's own product of 2,048 rows is taken to have gained what that of 512 has.
 - int3 was not measured. XLA computes it as it does all precisions above 256 rows: it writes the weight in bfloat16 and
   multiplies that.
 
@@ -46,13 +52,18 @@ from jaxserve.core.step_load import StepLoad
 from jaxserve.sim.cost_model import RooflineModel
 from jaxserve.sim.cost_model_fit import robust_fit
 from jaxserve.sim.hardware import Curve, Hardware, load_hardware
+from jaxserve.sim.host_work import ARRAYS, FUSED_PROGRAMS, OTHER_PROGRAMS, SCALES
 from jaxserve.sim.shape import ModelShape
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+BEFORE = RESULTS / "gpu-adaptation" / "h200.yaml"  # the H200 as it was under the measured burst
 SHAPE = ModelShape.load("llama-3-8b")
-FULL, QUANTISED = "bfloat16", ("int8", "int4", "int3")
+FULL, FEWER, QUANTISED = "bfloat16", ("int8", "int4"), ("int8", "int4", "int3")
 PARTS = ("qkv", "o", "gate_up", "down")
 LARGEST = "gate_up"
+SAMPLER = 1e-4  # s: a draw without masks from up to 64 rows
+STREAMS, STREAM_LAYERS = 16, 16  # of the steps of gpu-transitions
+LOOP_SEQUENCES, LOOP_LAYERS = 16, 8  # of the step loop of gpu-changes
 LAUNCH = 7e-6  # s: start and end of a product (docs/kernels.md)
 MAX_KERNEL_ROWS = 256  # of the kernels for fewer bits; XLA computes more rows
 ROWS = 8  # of a decode step at batch 1
@@ -64,7 +75,7 @@ STEPS_WAITED = 1.75  # by a change: until the next boundary, and for the steps d
 HOPPER = {"h100": 132, "h800": 132, "h20": 78}  # GPUs with the H200's kernels: multiprocessors
 H200_PROCESSORS = 132
 XLA_ONLY = ("a100-40", "a100-80", "a800", "l4")
-MAX_ERROR = 0.015  # of a curve between its knots
+MAX_ERROR = 0.014  # of a curve between its knots
 MAX_ROWS = 8192  # of a curve
 # Numbers of rows at which a curve may have a knot.
 CANDIDATES = sorted(
@@ -85,6 +96,7 @@ class Change:
     after: str  # precision
     seconds: float
     step_seconds: float  # of the steps meanwhile
+    step_before: float  # s: of the steps before it
 
     @property
     def copy_seconds(self) -> float:
@@ -102,18 +114,36 @@ class Results:
     """The measured seconds of one GPU."""
 
     cases: Mapping[str, Mapping[str, Any]]  # rows of `python -m bench.gpu`, by case; of a step, those of the fused tier
-    served: Sequence[Mapping[str, Any]]  # decode steps of a loaded server
+    blocks: Mapping[str, float]  # seconds of steps that run block by block, by case
+    served: Sequence[Mapping[str, Any]]  # decode steps of a loaded server, with today's sampler
     changes: Sequence["Change"]
+    newer: Mapping[str, Mapping[int, float]]  # seconds of the largest product by rows, which replace those of `cases`
+    prefill: float  # seconds of the prefill step
+    loop: float  # seconds of a step of a small model in a step loop alone
 
     @classmethod
-    def load(cls, folder: Path, name: str) -> "Results":
-        """Load the results of GPU `name` from bench/results."""
+    def load(cls, folder: Path, name: str, *, before: bool = False) -> "Results":
+        """Load the results of GPU `name` from bench/results; with `before`, as of the day before the changes."""
         gpu = json.loads((folder / "gpu" / f"{name}.json").read_text(encoding="utf-8"))
         rows = [row for part in gpu["parts"].values() for row in part["rows"] if row.get("through") != "LLM"]
         served = json.loads((folder / "gpu-serving" / f"{name}.json").read_text(encoding="utf-8"))
         changed = json.loads((folder / "gpu-transitions" / f"{name}.json").read_text(encoding="utf-8"))
         cases = {row["case"]: row for row in rows if row.get("tier") != "block"}
-        return cls(cases, served["steps"], list(changes(changed["rows"])))
+        blocks = {row["case"]: row["seconds"] for row in rows if row.get("tier") == "block"}
+        burst = json.loads((folder / "gpu-adaptation" / f"{name}.json").read_text(encoding="utf-8"))
+        steps = _with_sampler(served["steps"], burst["steps"]["rows"])
+        old = {bits: {int(n): us / 1e6 for n, us in burst["products"][bits].items()} for bits in ("int8", "int4")}
+        largest = {FULL: {n: cases[f"8b {LARGEST}, {n} rows"]["seconds"] for n in (512, PROMPT)}, **old}
+        prefill = cases[f"prefill step, {PROMPT} tokens"]["seconds"]
+        now = json.loads((folder / "gpu-changes" / f"{name}.json").read_text(encoding="utf-8"))
+        parts = {part: found for run in now["runs"] for part, found in run["parts"].items()}
+        if not before:
+            largest, prefill = _now(largest, parts)
+        for bits in ("int8", "int4"):
+            longer = largest[bits][512] - largest[FULL][512]
+            largest[bits] = largest[bits] | {PROMPT: largest[FULL][PROMPT] + longer}
+        loop = 1 / parts["threads:1b"]["rows"][0]["total_steps_s"]
+        return cls(cases, blocks, steps, list(changes(changed["rows"])), largest, prefill, loop)
 
     def seconds(self, case: str) -> float:
         """Return the seconds of a case."""
@@ -131,14 +161,19 @@ class Results:
             if match := re.fullmatch(rf"8b {LARGEST}{label}, (\d+) rows", case):
                 rows = int(match[1])
                 found[rows] = sum(self._product(part, label, rows) for part in PARTS)
+        for rows, seconds in self.newer[precision].items():
+            found[rows] = sum(self._share(part, seconds) for part in PARTS)
         return {rows: found[rows] for rows in sorted(found) if rows >= ROWS}
 
     def _product(self, part: str, label: str, rows: int) -> float:
         case, largest = (f"8b {name}{label}, {rows} rows" for name in (part, LARGEST))
         if case in self.cases:
             return self.seconds(case)
-        share = self._weights(part) / self._weights(LARGEST)
-        return LAUNCH + (self.seconds(largest) - LAUNCH) * share
+        return self._share(part, self.seconds(largest))
+
+    def _share(self, part: str, seconds: float) -> float:
+        """Return the seconds of a product in proportion to its weights, of which the largest one takes `seconds`."""
+        return LAUNCH + (seconds - LAUNCH) * self._weights(part) / self._weights(LARGEST)
 
     def _weights(self, part: str) -> float:
         return float(self.cases[f"8b {part}, 1 rows"]["flops"])
@@ -147,6 +182,41 @@ class Results:
         """Return the shares of the bandwidth that decode attention reached from undivided bfloat16 pools."""
         decodes = [self.cases[case] for case in self.cases if re.fullmatch(r"8b decode, \d+ x \d+", case)]
         return [row["bytes"] / hardware.bandwidth / row["seconds"] for row in decodes if row["bytes"] > 1e8]
+
+
+def _with_sampler(served: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the steps of a loaded server as they would be with a sampler that takes no more than `SAMPLER`."""
+    traces = [
+        row for row in steps if row["case"] == "trace" and row["what"].startswith("decode") and "T 1" in row["what"]
+    ]
+    took = {int(row["what"].split()[1].rstrip(",")): row["classes_ms"]["sampler"] / 1e3 for row in traces}
+    sizes = sorted(took)
+    return [
+        {
+            **row,
+            "measured_s": row["median_decode_s"],
+            "median_decode_s": row["median_decode_s"]
+            - np.interp(row["concurrency"], sizes, [took[n] for n in sizes])
+            + SAMPLER,
+        }
+        for row in served
+    ]
+
+
+def _now(
+    largest: Mapping[str, Mapping[int, float]], parts: Mapping[str, Any]
+) -> tuple[dict[str, dict[int, float]], float]:
+    """Return the seconds of the largest product by precision and rows since the changes, and of the prefill step.
+
+    Calls of up to 32 rows were bound by their dispatch there, so that the earlier times are left.
+    """
+    found = {name: dict(seconds) for name, seconds in largest.items()}
+    for name, label in ((FULL, "bf16"), ("int8", "int8"), ("int4", "int4")):
+        rows = {row["rows"]: row["us"] / 1e6 for row in parts[label] if row["case"] == LARGEST and row["rows"] > 32}
+        found[name] |= rows
+    found[FULL][PROMPT] *= found[FULL][512] / largest[FULL][512]
+    prefill = next(row["ms"] for row in parts["steps"] if row["case"] == f"prefill {PROMPT}" and not row["temperature"])
+    return found, prefill / 1e3
 
 
 def changes(rows: Sequence[Mapping[str, Any]]) -> Iterator[Change]:
@@ -159,7 +229,7 @@ def changes(rows: Sequence[Mapping[str, Any]]) -> Iterator[Change]:
     for plan, row in zip(plans, (row for row in rows if row["case"] == "change"), strict=False):
         layers = int(match[1]) if (match := re.match(r"(\d+) layers", plan)) else layers
         if not row["after"].endswith("pages"):
-            yield Change(layers, row["after"], row["seconds"], row["step_during_s"])
+            yield Change(layers, row["after"], row["seconds"], row["step_during_s"], row["step_before_s"])
 
 
 # -- the H200
@@ -180,13 +250,13 @@ def fitted(known: Hardware, results: Results) -> Hardware:
     bare = replace(known, efficiency=shares | curves(products, known), overheads=none)
     rest = [results.decode(precision) - decode_step(bare, precision) for precision in (FULL, *kernels)]
     layer = mean(rest) / SHAPE.num_layers
-    token = (results.seconds(f"prefill step, {PROMPT} tokens") - prefill_step(bare)) / SHAPE.num_layers - layer
+    token = (results.prefill - prefill_step(bare)) / SHAPE.num_layers - layer
     whole = {name: _plus(seconds, token / PROMPT) for name, seconds in products.items()}
     device = replace(bare, efficiency=shares | curves(whole, known), overheads=replace(none, layer=_rounded(layer)))
     step, sequence = served_overheads(device, results)
     rest = [measured - waited for measured, waited in change_times(results).values()]
     transition = mean(rest)
-    overheads = {"step": step, "sequence": sequence, "transition": transition}
+    overheads = {"step": step, "sequence": sequence, "transition": transition, **host_overheads(results)}
     rounded = {name: _rounded(value) for name, value in overheads.items()}
     return replace(device, overheads=replace(device.overheads, **rounded), measured=True)
 
@@ -210,6 +280,36 @@ def change_times(results: Results) -> dict[str, tuple[float, float]]:
         waited = STEPS_WAITED * mean(change.step_seconds for change in most)
         found[precision] = (mean(change.layer_seconds for change in most), most[0].copy_seconds + waited)
     return found
+
+
+def host_overheads(results: Results) -> dict[str, float]:
+    """Return the host's seconds for a step, and for each program, array of layers and sequence of it.
+
+    They are fitted to steps that the host bounds: of layers in fewer bits, block by block and fused; of a small model
+    in a step loop alone; of 16 streams, block by block; and of a loaded server, whose device was hardly ever idle.
+    """
+    busiest = max(results.served, key=lambda row: row["concurrency"])
+    few, full, half = ARRAYS + SCALES, ARRAYS, STREAM_LAYERS
+    equations = [  # loop, programs, arrays, sequences; seconds
+        *(
+            (0, 32 + OTHER_PROGRAMS, 32 * few, 0, results.blocks[f"decode, batch 1, layers in {name}"])
+            for name in FEWER
+        ),
+        (0, FUSED_PROGRAMS, 32 * few, 0, results.decode("int4")),
+        (1, FUSED_PROGRAMS, LOOP_LAYERS * full, LOOP_SEQUENCES, results.loop),
+        (
+            1,
+            half + OTHER_PROGRAMS,
+            half * (few + full) / 2,
+            STREAMS,
+            mean(each.step_before for each in results.changes),
+        ),
+        (1, FUSED_PROGRAMS, 32 * full, busiest["concurrency"], busiest["measured_s"]),
+    ]
+    table = np.array(equations)
+    relative = table / table[:, -1:]
+    found = robust_fit(relative[:, :-1], relative[:, -1], np.zeros((1, 4)))
+    return dict(zip(("loop", "program", "array", "answer"), found.tolist(), strict=True))
 
 
 def served_overheads(device: Hardware, results: Results) -> tuple[float, float]:
@@ -367,14 +467,15 @@ def rewritten(text: str, hardware: Hardware) -> str:
             knots = ", ".join(f"{tokens:g}: {share:g}" for tokens, share in curve.knots)
             line = textwrap.fill(f"  {name}: {{{knots}}}", 118, subsequent_indent="    ", break_on_hyphens=False)
             text = re.sub(rf"(?m)^  {name}: \{{[^}}]*\}}", line, text)
-    for name in ("step", "layer", "sequence", "transition"):
+    for name in ("step", "layer", "sequence", "transition", "loop", "program", "array", "answer"):
         text = re.sub(rf"(?m)^(  {name}: )[\d.e+-]+", rf"\g<1>{getattr(hardware.overheads, name):.1e}", text)
     return text
 
 
-def files(results: Results) -> Iterator[tuple[Path, str]]:
+def files(results: Results, before: Results) -> Iterator[tuple[Path, str]]:
     """Yield the path and the text of each hardware file as it follows from the results."""
     h200 = fitted(load_hardware("h200"), results)
+    yield BEFORE, rewritten(BEFORE.read_text(encoding="utf-8"), fitted(load_hardware(BEFORE), before))
     for name in ("h200", *HOPPER, *XLA_ONLY):
         path = configs_path("hardware") / f"{name}.yaml"
         hardware = h200 if name == "h200" else derived(load_hardware(name), h200, results)
@@ -390,9 +491,7 @@ def comparison(hardware: Hardware, results: Results) -> list[tuple[str, float, f
         (f"decode at batch 1, {name}", results.decode(name), decode_step(hardware, name))
         for name in (FULL, "int8", "int4")
     ]
-    lines += [
-        (f"prefill of {PROMPT} tokens", results.seconds(f"prefill step, {PROMPT} tokens"), prefill_step(hardware))
-    ]
+    lines += [(f"prefill of {PROMPT} tokens", results.prefill, prefill_step(hardware))]
     for row in sorted(results.served, key=lambda row: row["concurrency"]):
         lines.append(
             (f"decode on a server, {row['concurrency']} at once", row["median_decode_s"], served_step(hardware, row))
@@ -415,7 +514,7 @@ def main() -> None:
     options = parser.parse_args()
     results = Results.load(options.results, "h200")
     changed = []
-    for path, text in files(results):
+    for path, text in files(results, Results.load(options.results, "h200", before=True)):
         if text != path.read_text(encoding="utf-8"):
             changed.append(path)
             if options.write:

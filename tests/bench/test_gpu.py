@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -17,17 +18,19 @@ import pytest
 
 from bench.gpu import write
 from bench.gpu_parts import costs, transitions
+from bench.gpu_parts.bursts import arrivals
 from bench.gpu_parts.kernels import Case, cases
 from bench.gpu_parts.measure import BELOW_NOISE, decode
-from bench.gpu_parts.parts import PARTS, Outcome, Part, Settings, run_part, run_parts
+from bench.gpu_parts.parts import DEFAULT_PARTS as PARTS, Outcome, Part, Settings, run_in_turns, run_part, run_parts
 from bench.gpu_parts.sizes import REAL, TINY
 from bench.gpu_parts.table import ceilings, reached, table, with_shares
 from bench.gpu_parts.targets import targets, targets_table
-from bench.gpu_parts.worker import ensure_model
+from bench.gpu_parts.worker import ensure_model, shortened
 from bench.peers.checkpoints import _parts
 from jaxserve import kernels
 from jaxserve.core.kv_layout import SCALE_BYTES, int8_row_bytes
 from pallas_kernels.quantized_matmul import MAX_ROWS
+from tests.support.thorough import THOROUGH, some
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_OPERATIONS = {  # of jaxserve.kernels: nothing to time, or on GPU only others in turn
@@ -36,12 +39,15 @@ NO_OPERATIONS = {  # of jaxserve.kernels: nothing to time, or on GPU only others
     "GRANULE", "committed_bytes", "is_elastic", "kv_pool", "move_pages", "page_bytes", "pool_shape", "put_pages",
     "release_pages", "reserving", "storage_dtype", "take_pages", "write_and_attend",
 }  # fmt: skip
+PARTS_ASKED_FOR = ("samplers", "products", "steps", "bursts", "threads")
 WEB = ("fastapi", "starlette", "uvicorn", "pydantic")
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
     """Return the JSON and the output of a complete tiny run in which no web framework can be imported."""
+    if not THOROUGH:
+        pytest.skip("make test-thorough runs it: engines of two models are compiled in every precision")
     folder = tmp_path_factory.mktemp("gpu")
     for name in WEB:
         (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name} is not there', name='{name}')")
@@ -78,7 +84,7 @@ def test_gpu_rows_with_a_floor_have_their_share_of_it(report):
 @pytest.mark.parametrize("model", TINY.models, ids=lambda model: model.name)
 def test_gpu_model_is_measured_through_library_and_executor_in_both_tiers(report, model):
     found = {(row.get("through"), row.get("tier")) for row in rows(report, f"engine:{model.name}") if "tok_s" in row}
-    assert found == {(through, tier) for through in ("LLM", "executor") for tier in ("block", "fused")}
+    assert found == {("LLM", "block"), ("executor", "block"), ("executor", "fused")}
     cases = [row["case"] for row in rows(report, f"engine:{model.name}") if row.get("through") == "LLM"]
     assert {f"decode, batch {batch}" for batch in model.batches} <= set(cases)
     fused = [row["count"] for row in rows(report, f"engine:{model.name}") if row["case"].endswith("fused tier")]
@@ -123,15 +129,15 @@ def as_on_gpu(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def is_for_pallas(case: Case) -> bool:
-    """Return whether a Pallas kernel runs a case: attention, and products of up to 256 rows in 8 or 4 bits."""
-    quantised = " in int" in case.case and int(case.case.split()[-2]) <= MAX_ROWS
+    """Return whether a Pallas kernel runs a case: attention, and products of not too many rows in 8 or 4 bits."""
+    quantised = " in int" in case.case and int(case.case.split()[-2]) <= MAX_ROWS[4 if "int4" in case.case else 8]
     return case.op == "paged_attention" or (case.op == "matmul" and quantised)
 
 
 @pytest.mark.parametrize("backend", ["pallas", "xla"])
 def test_gpu_cases_lower_for_cuda_at_real_sizes(backend):
     """Every case is lowered as on a Hopper GPU: with Pallas kernels where they apply, and with XLA alone."""
-    for case in cases(REAL, (backend,)):
+    for case in some(cases(REAL, (backend,)), 12):
         inputs = jax.tree.map(as_on_gpu, jax.eval_shape(case.inputs, jax.random.key(0)))
         result = jax.eval_shape(case.call, *inputs)
         text = jax.jit(case.call).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
@@ -246,6 +252,12 @@ def run_script(code: str, limit: float = 60) -> Outcome:
     return outcome
 
 
+READY = """
+import json
+from bench.gpu_parts.turns import wait_for_turn
+wait_for_turn()
+print(json.dumps({"end": "ok"}), flush=True)
+"""
 ROW = 'print(\'{"row": {"case": "first"}}\', flush=True)\n'
 
 
@@ -382,7 +394,7 @@ def test_gpu_report_is_replaced_atomically(tmp_path: Path):
 
 def test_changes_of_the_plan_lose_no_request_and_no_token(tmp_path: Path) -> None:
     sizes = replace(TINY, changing=replace(TINY.changing, layers=(1,), rounds=1))
-    model = transitions.shortened(next(model for model in sizes.models if model.name == "8b"), sizes)
+    model = shortened(next(model for model in sizes.models if model.name == "8b"), sizes.changing.num_layers)
     rows = list(transitions.rows(ensure_model(model, tmp_path), model, sizes))
     by_case = {case: [row for row in rows if row["case"] == case] for case in ("start", "change", "served", "tokens")}
     assert len(by_case["start"]) == 1
@@ -392,3 +404,82 @@ def test_changes_of_the_plan_lose_no_request_and_no_token(tmp_path: Path) -> Non
     assert served["answers"] >= served["streams"]
     assert set(served["compiled"].values()) == {0}
     assert [row["equal"] for row in by_case["tokens"]] == [True, True, True]
+
+
+def test_parts_that_overlap_measure_one_after_the_other(tmp_path: Path) -> None:
+    """Each part says when it is ready and when it has its turn: none has one before the slow part is ready."""
+    code = """
+import json, sys, time
+from bench.gpu_parts.turns import wait_for_turn
+time.sleep(float(sys.argv[1]))
+print(json.dumps({"row": {"case": "ready", "at": time.time()}}), flush=True)
+wait_for_turn()
+print(json.dumps({"row": {"case": "began", "at": time.time()}}), flush=True)
+time.sleep(0.3)
+print(json.dumps({"row": {"case": "ended", "at": time.time()}}), flush=True)
+print(json.dumps({"end": "ok"}), flush=True)
+"""
+
+    class Waiting(Settings):
+        def command(self, part: Part) -> list[str]:
+            return [sys.executable, "-c", code, "1.5" if part.name == "slow" else "0"]
+
+    outcomes: dict[str, Outcome] = {}
+    settings = Waiting("cpu", True, tmp_path, sys.executable, sys.executable)
+    run_in_turns([Part("slow", 60), Part("first", 60), Part("second", 60)], settings, outcomes, lambda name: None)
+    assert {outcome.status for outcome in outcomes.values()} == {"ok"}, outcomes
+    ready, *times = zip(*([row["at"] for row in outcome.rows] for outcome in outcomes.values()), strict=True)
+    turns = sorted(zip(*times, strict=True))
+    assert max(ready) <= turns[0][0], "while all the others wait"
+    assert all(ended <= began for (_, ended), (began, _) in pairwise(turns)), "no two at once"
+
+
+def test_parts_have_turns_at_half_of_the_time_though_another_is_not_ready(tmp_path: Path) -> None:
+    class One(Settings):
+        def command(self, part: Part) -> list[str]:
+            return [sys.executable, "-c", READY if part.name == "ready" else "import time; time.sleep(600)"]
+
+    outcomes: dict[str, Outcome] = {}
+    settings = One("cpu", True, tmp_path, sys.executable, sys.executable)
+    run_in_turns([Part("slow", 8), Part("ready", 8)], settings, outcomes, lambda name: None)
+    assert {name: outcome.status for name, outcome in outcomes.items()} == {"slow": "not started", "ready": "ok"}
+
+
+def test_parts_that_never_get_ready_are_named(tmp_path: Path) -> None:
+    class Endless(Settings):
+        def command(self, part: Part) -> list[str]:
+            return [sys.executable, "-c", "import time; time.sleep(600)"]
+
+    outcomes: dict[str, Outcome] = {}
+    settings = Endless("cpu", True, tmp_path, sys.executable, sys.executable)
+    run_in_turns([Part("one", 0.2), Part("two", 0.2)], settings, outcomes, lambda name: None)
+    assert [(outcome.status, outcome.why) for outcome in outcomes.values()] == [
+        ("not started", "no time was left, or it was not ready")
+    ] * 2
+
+
+def test_bursts_have_the_same_arrivals_in_every_run() -> None:
+    first, again = arrivals(REAL.bursting), arrivals(REAL.bursting)
+    assert (first == again).all()
+    (calm, light), (overload, heavy), _ = REAL.bursting.phases
+    within = (first[:, 0] >= calm) & (first[:, 0] < calm + overload)
+    assert within.sum() / overload > 0.8 * heavy > light
+    assert (np.diff(first[:, 0]) >= 0).all()
+
+
+@pytest.mark.skipif(not THOROUGH, reason="make test-thorough runs it: three engines are compiled")
+def test_parts_for_single_questions_run_side_by_side(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "bench.gpu", "--platform", "cpu", "--tiny", "--overlap", "--out", str(out)]
+    done = subprocess.run(
+        [*command, "--cache-dir", str(tmp_path / "cache"), "--parts", *PARTS_ASKED_FOR],
+        cwd=ROOT, capture_output=True, text=True, timeout=460,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = json.loads(out.read_text())["parts"]
+    assert {"samplers", *(f"products:{precision}" for precision in ("int4", "int8", "bf16"))} <= set(parts)
+    kinds = {(row["precision"], row["tier"]) for row in parts["steps:8b"]["rows"] if row["case"].startswith("step,")}
+    assert kinds == {(precision, tier) for precision in ("bfloat16", "int4") for tier in ("block", "fused")}
+    assert parts["steps:8b"]["rows"][-1]["count"] == 0, "everything was compiled before the turn"
+    assert [row["complete"] for row in parts["bursts:8b"]["rows"] if row["case"].startswith("burst")] == [True, True]
+    assert all(row["total_steps_s"] > 0 for row in parts["threads:1b"]["rows"])

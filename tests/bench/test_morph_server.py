@@ -5,6 +5,7 @@ import sys
 from contextlib import nullcontext
 
 import numpy as np
+import pytest
 
 from bench import demo, morph
 from bench.morph_parts.measure import run, started
@@ -14,6 +15,7 @@ from bench.morph_parts.systems import FULL, PERFORMANCE, Setup, envelope, system
 from bench.morph_parts.traffic import Prompts, workload
 from jaxserve.bench.traces.trace import Trace
 from jaxserve.core.bundled import bundled_model_path
+from tests.support.thorough import THOROUGH
 
 
 def test_a_server_under_load_changes_layers_and_changes_them_back():
@@ -69,6 +71,7 @@ def test_the_demo_writes_the_three_results_and_a_page(tmp_path, monkeypatch):
     assert "<table" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.skipif(not THOROUGH, reason="make test-thorough runs it: it compiles two engines")
 def test_a_sweep_of_a_model_without_a_checkpoint_writes_figures_and_a_check_at_light_load(tmp_path, monkeypatch):
     words = ["rates", "--models", "tiny", "--systems", "full,morph-performance", "--rates", "1.5", "--seconds", "0.5"]
     monkeypatch.setattr(sys, "argv", ["morph", *words, "--out", str(tmp_path), "--cache-dir", str(tmp_path / "cache")])

@@ -1,5 +1,6 @@
 """The documentation names everything that exists, and nothing else."""
 
+import json
 import re
 import shlex
 from dataclasses import fields
@@ -13,7 +14,7 @@ import typer
 from jaxserve import SamplingParams
 from jaxserve.cli.main import app
 from jaxserve.parsing.registry import REASONING_PARSERS, TOOL_PARSERS
-from jaxserve.server.schemas import harmless
+from jaxserve.server.schemas import harmless, unsupported
 from jaxserve.telemetry import EngineMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +94,17 @@ def test_server_manual_lists_every_field_that_is_ignored():
     }
 
 
+def test_documented_values_without_effect_are_the_accepted_ones():
+    table = SERVER.split("### Values without effect")[1].split("\nThe other")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    documented = {
+        name: [json.loads(value) for value in re.findall(r"`([^`]+)`", values)]
+        for names, values in rows
+        for name in re.findall(r"`([^`]+)`", names)
+    }
+    assert documented == {name: list(values) for name, values in unsupported.NEUTRAL.items() if values}
+
+
 def test_library_manual_names_every_sampling_parameter():
     documented = names_in_table(section(LIBRARY, "SamplingParams"))
     assert documented == {field.name for field in fields(SamplingParams)}
@@ -152,6 +164,7 @@ FOREIGN_OPTIONS = {
 def test_pages_name_existing_options(page: Path):
     known = known_options(typer.main.get_command(app)) | FOREIGN_OPTIONS | {"--help"}
     scripts = [*(ROOT / "bench").rglob("*.py"), *(ROOT / "checkpoints").rglob("*.py")]
+    scripts += (ROOT / "jaxserve").rglob("__main__.py")
     known |= {name for script in scripts for name in re.findall(r'"(--[a-z][a-z0-9-]+)"', script.read_text())}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text())) <= known
 

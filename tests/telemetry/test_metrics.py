@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.core.request import FinishReason
-from jaxserve.telemetry import ControlState, EngineMetrics, KVCapacity, Snapshot, WaitingRoom
+from jaxserve.telemetry import ControlState, EngineMetrics, KVCapacity, Quality, Snapshot, WaitingRoom
 from jaxserve.telemetry.histogram import Histogram, one_two_five
 
 NAMES = {  # vLLM's set, and ours
@@ -41,6 +41,10 @@ NAMES = {  # vLLM's set, and ours
     "kv_capacity_tokens",
     "kv_capacity_max_tokens",
     "kv_capacity_max_seconds",
+    "quality_loss_ratio",
+    "quality_loss_nats",
+    "quality_floor_ratio",
+    "quality_measured",
     "decisions",
     "plan_version",
     "layers_by_precision",
@@ -287,8 +291,12 @@ def test_waiting_room_is_shown(metrics):
 def test_control_plane_adds_its_capacities_and_decisions(metrics, instance):
     metrics.instance("1")
     capacities = {"1": KVCapacity(320, 320, 0.0), "0": KVCapacity(320, 640, 0.5)}
-    metrics.follow_control(lambda: ControlState(capacities, {("morph", "done"): 3}))
+    metrics.follow_control(lambda: ControlState(capacities, {("morph", "done"): 3}, Quality(0.012, 0.04, None, True)))
     samples = scrape(metrics)
+    assert samples[("quality_loss_ratio",)] == 0.012
+    assert samples[("quality_loss_nats",)] == 0.04
+    assert samples[("quality_measured",)] == 1
+    assert ("quality_floor_ratio",) not in samples
     assert samples[("kv_capacity_tokens",)] == 320
     assert samples[("kv_capacity_max_tokens",)] == 640
     assert samples[("kv_capacity_max_seconds",)] == 0.5
