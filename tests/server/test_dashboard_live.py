@@ -96,7 +96,7 @@ def test_dashboard_of_a_real_server_shows_a_burst_begin_and_end(open_page, url):
         wait_for_text(page, "#ttft", r"\d")
         wait_for_text(page, "#tpot", r"\d")
         wait_for_text(page, "#queue", r"4 running.*[1-9]\d* waiting")
-        wait_for_text(page, "#log", r"✓ done.*morph.*to int4, KV \d+ → \d+ pages")
+        wait_for_text(page, "#log", r"✓ done.*morph.*to int4: [+-].* % loss, KV \d+ → \d+ pages")
         assert parts_of_memory(page)["Weights"] < before["Weights"]
         wait_for_text(phone, "#precisions", r"int4 [1-9]")
         save_screenshot(page, "burst")

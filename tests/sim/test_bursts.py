@@ -55,7 +55,7 @@ def computed(built: BuiltSimulation) -> int:
 
 
 def test_a_setting_has_room_for_the_average_demand_and_not_for_the_largest() -> None:
-    trace = with_lengths(generated(np.random.default_rng(0), 60.0), "burstgpt", np.random.default_rng(1))
+    trace = with_lengths(generated(np.random.default_rng(0), 120.0), "burstgpt", np.random.default_rng(1))
     setting = calibrated(trace, rng=np.random.default_rng(2), longest=4000)
     assert setting.facts["KV over the average demand"] == pytest.approx(PROVISION, rel=0.05)
     assert setting.facts["largest demand over KV"] > 1
