@@ -44,6 +44,11 @@ class DeviceInstance:
         throttle.worked()
         return self.executor.prepare(block, precision, between=throttle.worked, copied=throttle.copied)
 
+    def hold_layer(self, block: str, precisions: Sequence[str]) -> Waits[None]:
+        yield from ()
+        for precision in precisions:
+            self.executor.hold(block, precision)
+
     def prepare_segments(self, pages: int) -> Waits[Growth]:
         yield from ()
         return self.executor.pools.prepare(pages)
@@ -68,6 +73,9 @@ class DeviceInstance:
 
     def replace_layers(self, layers: Sequence[LoadedBlock]) -> Sequence[LoadedBlock]:
         return self.executor.replace(layers)
+
+    def exchange_layer(self, block: str, precision: str, seconds: float) -> None:
+        self.executor.exchange(block, precision)
 
     def extend_pools(self, segments: Growth) -> None:
         self.executor.pools.extend(segments)

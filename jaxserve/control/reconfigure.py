@@ -119,7 +119,8 @@ class Reconfiguration:
         """Return the transitions to stage next; none if none remain, or if what is pending must be released first.
 
         A batch takes as much as fits into the memory. If not all fit, it leaves half of the room, so that the next
-        batch can be staged while this one waits for steps to end.
+        batch can be staged while this one waits for steps to end. A transition that does not fit by itself is carried
+        out in less room, if it can be.
         """
         if not remaining or (pending and not remaining[0].joins(pending.batch[0])):
             return ()
@@ -134,6 +135,8 @@ class Reconfiguration:
         fitting = bisect_left(counts, True, key=lambda count: not self._fits(joining[:count], pending))
         if pending:
             return tuple(joining[:fitting])
+        if not fitting and (in_less_room := first.in_less_room()):
+            return (in_less_room,)
         return tuple(joining[: max(1, (fitting + 1) // 2)])
 
     def _fits(self, batch: Sequence[Transition], pending: _Committed | None) -> bool:

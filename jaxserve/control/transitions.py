@@ -6,7 +6,7 @@ real or simulated. `control.reconfigure` says when they are called, and holds th
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from jaxserve.control.costs import InstanceCost
@@ -118,6 +118,14 @@ class StoppedInstance(Protocol):
         """Use these layers from the next step on, and return the layers that they replace."""
         ...
 
+    def exchange_layer(self, block: str, precision: str, seconds: float) -> None:
+        """Free a layer, and then bring another variant to its place, which is estimated to take `seconds`.
+
+        If that fails, the variant that was there is brought back before this raises. If that fails as well, the
+        instance's next step does.
+        """
+        ...
+
     def extend_pools(self, segments: Any) -> None:
         """Append segments to the KV pools."""
         ...
@@ -132,6 +140,10 @@ class RunningInstance(StoppedInstance, Protocol):
 
     def prepare_layer(self, block: str, precision: str, size: int, seconds: float) -> Waits[Any]:
         """Bring a variant of a layer next to the one in use: `size` bytes per device, estimated to take `seconds`."""
+        ...
+
+    def hold_layer(self, block: str, precisions: Sequence[str]) -> Waits[None]:
+        """Have variants of a layer where `exchange_layer` takes them from."""
         ...
 
     def prepare_segments(self, pages: int) -> Waits[Any]:
@@ -172,6 +184,10 @@ class Transition:
         """Bytes by device that are taken during the change in addition to the larger of the plans before and after."""
         return {}
 
+    def in_less_room(self) -> "Transition | None":
+        """Return the same change with less memory, at the price of a longer stop of the steps; None if there is none."""
+        return None
+
     def joins(self, first: "Transition") -> bool:
         """Return whether this transition may be committed between the same two steps as `first`."""
         return False
@@ -208,7 +224,11 @@ class Transition:
 
 @dataclass(frozen=True)
 class SwapPrecision(Transition):
-    """Change of one decoder layer's precision."""
+    """Change of one decoder layer's precision.
+
+    The other variant is copied next to the one in use while steps go on. Where there is no room for both, the layer is
+    freed first, and steps wait for the copy (`frees_first`).
+    """
 
     block: str
     before: str
@@ -217,6 +237,7 @@ class SwapPrecision(Transition):
     bytes_before: int  # that the layer takes on each device; 0 for a variant that is used where it is pinned
     bytes_after: int
     seconds: float  # estimated
+    frees_first: bool = field(default=False, compare=False)  # how it is carried out
 
     @property
     def bytes_freed(self) -> int:
@@ -228,10 +249,15 @@ class SwapPrecision(Transition):
 
     @property
     def bytes_beside(self) -> Mapping[int, int]:
-        return dict.fromkeys(self.devices, min(self.bytes_before, self.bytes_after))
+        return {} if self.frees_first else dict.fromkeys(self.devices, min(self.bytes_before, self.bytes_after))
+
+    def in_less_room(self) -> "SwapPrecision | None":
+        return replace(self, frees_first=True) if any(self.bytes_beside.values()) else None
 
     def joins(self, first: Transition) -> bool:
-        return isinstance(first, SwapPrecision) and bool(self.bytes_needed) == bool(first.bytes_needed)
+        if not isinstance(first, SwapPrecision) or first.frees_first:
+            return False
+        return bool(self.bytes_needed) == bool(first.bytes_needed)
 
     def apply(self, plan: InstancePlan) -> InstancePlan:
         if (now := plan.precision(self.block)) != self.before:
@@ -240,6 +266,10 @@ class SwapPrecision(Transition):
 
     @classmethod
     def stage(cls, batch: Sequence["SwapPrecision"], instance: RunningInstance) -> Waits[Any]:
+        if batch[0].frees_first:
+            (swap,) = batch
+            yield from instance.hold_layer(swap.block, (swap.before, swap.after))
+            return ()
         layers: list[Any] = []
         try:
             for swap in batch:
@@ -253,6 +283,11 @@ class SwapPrecision(Transition):
 
     @classmethod
     def commit(cls, batch: Sequence["SwapPrecision"], instance: StoppedInstance, staged: Any, undo: ExitStack) -> Any:
+        if batch[0].frees_first:
+            (swap,) = batch
+            instance.exchange_layer(swap.block, swap.after, swap.seconds)
+            undo.callback(instance.exchange_layer, swap.block, swap.before, swap.seconds)
+            return ()
         replaced = instance.replace_layers(staged)
         undo.callback(instance.replace_layers, replaced)
         return replaced
@@ -268,7 +303,7 @@ class SwapPrecision(Transition):
 
     def __str__(self) -> str:
         change = f"frees {_mb(self.bytes_freed)}" if self.bytes_freed else f"needs {_mb(self.bytes_needed)}"
-        cost = f"{change}, about {self.seconds * 1e3:.0f} ms"
+        cost = f"{change}, about {self.seconds * 1e3:.0f} ms{' without steps' if self.frees_first else ''}"
         return f"instance {self.instance}: {self.block} {self.before} -> {self.after} ({cost})"
 
 

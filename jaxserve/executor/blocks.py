@@ -120,6 +120,10 @@ class BlockBuilder:
         reference = self._store.acquire(block, precision, placement, between=between, copied=copied)
         return self.build(block, precision, placement, reference)
 
+    def hold(self, block: str, precision: str, placement: Placement) -> None:
+        """Have a block in the host's memory for `load`, as `BlockStore.hold`."""
+        self._store.hold(block, precision, placement)
+
     def apart(self, members: Sequence[LoadedBlock], place: ApartPlacement) -> LoadedBlock:
         """Return a decoder layer that each member of a merged instance runs for its own rows, on what it has.
 

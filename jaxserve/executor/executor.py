@@ -32,6 +32,7 @@ from jaxserve.executor.programs import InstanceSizes, Programs
 from jaxserve.executor.stage_threads import StageThreads
 from jaxserve.executor.stages import Stage, stages_of
 from jaxserve.kvcache import PageTable
+from jaxserve.parallel.placement import Placement
 from jaxserve.sampling.device_sampler import DeviceSampler, Sampled
 from jaxserve.sampling.ops import Logprobs
 
@@ -201,6 +202,36 @@ class BlockExecutor:
         self.blocks = blocks
         self._use_stages(stages_of(blocks))
         return replaced
+
+    def hold(self, block: str, precision: str) -> None:
+        """Have a variant of a block in the host's memory if the store holds it there."""
+        self._builder.hold(block, precision, self.blocks[self._index(block)].placement)
+
+    def exchange(self, block: str, precision: str) -> None:
+        """Free a block between two steps, and then load it in another precision in its place.
+
+        This waits for the steps that were dispatched, and for the copy. If the block cannot be loaded, it is loaded in
+        its old precision again before this raises.
+        """
+        old = self.blocks[self._index(block)]
+        self.wait_for_pools()
+        old.free()
+        try:
+            new = self._load_whole(block, precision, old.placement)
+        except BaseException:
+            self.replace([self._load_whole(block, old.precision, old.placement)])
+            raise
+        self.replace([new])
+
+    def _load_whole(self, block: str, precision: str, placement: Placement) -> LoadedBlock:
+        """Return a loaded block whose parameters have arrived."""
+        loaded = self._builder.load(block, precision, placement)
+        try:
+            jax.block_until_ready(loaded.leaves)
+        except BaseException:
+            loaded.free()
+            raise
+        return loaded
 
     def warm_layer(self, loaded: LoadedBlock) -> None:
         """Compile the executable of a decoder layer that is not in use, and run it on padding.

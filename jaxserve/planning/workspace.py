@@ -1,6 +1,6 @@
 """Bytes that a stage of the plan needs on each device, computed from the sizes of its blocks and the step shapes."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -62,7 +62,7 @@ class FixedMemory:
 
     page: int  # of one KV page in the pools of all of the stage's layers
     workspace: int  # activations, logits and sampler; between steps, pages that are being moved
-    exchange: int  # room for the smaller of two variants of a layer, or of several, or for what a merge moves at once
+    exchange: int  # room for second copies of layers that change, or for what a merge moves at once
     variants: int  # quantised layers held in the same memory, as far as this instance bears them
 
 
@@ -84,7 +84,7 @@ class ModelSizes:
 
         `buckets` are the step shapes of an instance at the start. `top` is the largest number of log-probabilities per
         token, and `max_lanes` that of the instances that share their layers. Where all variants are copied, the swap
-        buffer has up to `swap_room` bytes if several layers need them.
+        buffer has at most `swap_room` bytes.
         """
         self.degrees, self.pinned, self._max_lanes, self._swap_room = degrees, pinned, max_lanes, swap_room
         self._blocks, self._buckets, self._top = blocks, buckets, top
@@ -150,7 +150,6 @@ class ModelSizes:
         # made.
         room = _largest if self.pinned.precisions and tp > 1 else _second_largest
         buffers = [room(sizes.block(name, precision) for precision in copied[name]) for name in layers]
-        several = 0 if self.pinned.precisions else min(self._swap_room, sum(buffers))
         pinned = (
             self.pinned.share(sizes.block(name, precision), members)
             for name in layers
@@ -165,9 +164,18 @@ class ModelSizes:
         return FixedMemory(
             page=len(layers) * sizes.page,
             workspace=max(workspace, int(MAX_MOVED_PAGES * sizes.page * TEMPORARIES_FACTOR)),
-            exchange=max(several, *buffers, self._merge_buffer(names, tp), self._rows_buffer(sizes)),
+            exchange=max(self._swap_buffer(buffers), self._merge_buffer(names, tp), self._rows_buffer(sizes)),
             variants=self.pinned.cuts * sum(pinned),
         )
+
+    def _swap_buffer(self, buffers: Sequence[int]) -> int:
+        """Return the bytes that are kept free for second copies of layers, of which each takes one of `buffers`.
+
+        Where all variants are copied, there is room for several, or for none: layers are then freed first.
+        """
+        if self.pinned.precisions:
+            return max(buffers, default=0)
+        return min(self._swap_room, sum(buffers)) if self._swap_room >= max(buffers, default=0) else 0
 
     def _rows_buffer(self, sizes: DegreeSizes) -> int:
         """Return the bytes of rows of pages on their way between instances that share their layers; 0 without any.

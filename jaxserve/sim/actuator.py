@@ -32,6 +32,10 @@ class ActuatedInstance(Protocol):
         """Run `function` when all dispatched steps have ended. To be called between two steps."""
         ...
 
+    def occupy(self, seconds: float) -> None:
+        """Let the devices do other work after the dispatched steps. To be called between two steps."""
+        ...
+
     def set_plan(self, plan: InstancePlan) -> None:
         """Use the step times of `plan` from the next step on."""
         ...
@@ -72,12 +76,11 @@ class SimDevice:
         transfer = self._links.start(begin, self._link, size, Priority.WEIGHTS)
         while transfer.end is None:
             yield transfer
-        ready = max(transfer.end, begin + seconds)
-        if (signature := _signature(block, precision)) not in self._compiled:
-            self._compiled.add(signature)
-            ready += self._compile_seconds
-        yield Sleep(ready)
+        yield Sleep(max(transfer.end, begin + seconds) + self._seconds_to_compile(block, precision))
         return block, precision
+
+    def hold_layer(self, block: str, precisions: Sequence[str]) -> Waits[None]:
+        yield from ()
 
     def prepare_segments(self, pages: int) -> Waits[None]:
         yield from ()
@@ -98,11 +101,22 @@ class SimDevice:
         self._layers.update({layer[0]: layer for layer in layers})
         return replaced
 
+    def exchange_layer(self, block: str, precision: str, seconds: float) -> None:
+        self._layers[block] = block, precision
+        self.instance.occupy(seconds + self._seconds_to_compile(block, precision))
+
     def extend_pools(self, segments: None) -> None:
         pass
 
     def shrink_pools(self, moves: Mapping[int, int], pages: int) -> None:
         pass
+
+    def _seconds_to_compile(self, block: str, precision: str) -> float:
+        """Return the time (s) to compile a layer's signature, which the instance then has."""
+        if (signature := _signature(block, precision)) in self._compiled:
+            return 0.0
+        self._compiled.add(signature)
+        return self._compile_seconds
 
 
 class SimActuator:

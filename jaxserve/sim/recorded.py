@@ -147,6 +147,9 @@ class _ReplayInstance:
     def replace_layers(self, layers: Sequence[Any]) -> Sequence[Any]:
         return layers
 
+    def exchange_layer(self, block: str, precision: str, seconds: float) -> None:
+        pass
+
     def extend_pools(self, segments: Any) -> None:
         pass
 

@@ -260,17 +260,51 @@ def test_memory_of_moved_pages_is_free_when_they_have_been_moved() -> None:
 
 def test_batch_that_the_ledger_has_no_room_for_is_not_begun() -> None:
     world = World(swap_buffer=0)
-    (error,) = world.carry_out(to(world.home, "int8", 1))
+    (error,) = world.carry_out(world.home.with_kv_pages(PAGES + 1))
     assert error is not None
     assert error.startswith("MemoryBudgetError: device 0: ")
     assert world.actions == []
     world.check_rest()
 
 
-def test_variant_needs_room_beside_the_layer_in_use() -> None:
+def test_layer_is_freed_first_where_there_is_no_room_for_its_variant() -> None:
     world = World(swap_buffer=0, spare=LAYER["int4"])
-    assert world.carry_out(to(world.home, "int8", 1))[0] is not None
     assert world.carry_out(to(world.home, "int4", 1)) == [None]
+    assert "replace layers" in [action for _, action in world.actions], "there is room for this one"
+    world.carry_out(world.home)
+    world.actions.clear()
+    assert world.carry_out(to(world.home, "int8", 1)) == [None]
+    assert [action for _, action in world.actions] == [
+        "hold layers.0 bfloat16 int8",
+        "use the plan",
+        "exchange layers.0 int8",
+        "free layers",
+    ]
+    world.check_rest()
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_one_layer_makes_room_for_the_others_on_both_ways(precision: str) -> None:
+    world = World(swap_buffer=0)
+    target = to(world.home, precision)
+    target = target.with_kv_pages(world.resources.kv_capacity(target))
+    for plan in (target, world.home):
+        world.actions.clear()
+        assert set(world.carry_out(plan)) == {None}
+        assert world.plan == plan
+        assert [action.split()[0] for _, action in world.actions].count("exchange") == 1
+        world.check_rest()
+
+
+@pytest.mark.parametrize("fault", ["hold layers.0 bfloat16 int8", "use the plan", "exchange layers.0 int8"])
+def test_layer_that_is_freed_first_comes_back_if_the_change_fails(fault: str) -> None:
+    world, faults = World(step=STEP, swap_buffer=0), iter([True])
+    world.fails = lambda action: action == fault and next(faults, False)
+    assert world.carry_out(to(world.home, "int8", 3)) == [f"Broken: {fault}"]
+    assert world.plan == world.home
+    world.check_rest()
+    assert world.carry_out(to(world.home, "int8", 3)) == [None] * 3
+    world.check_rest()
 
 
 def test_layers_of_both_stages_have_their_own_room() -> None:
@@ -384,7 +418,7 @@ def faults(draw: st.DrawFn) -> Callable[[str], bool]:
 @given(
     st.lists(wanted, min_size=1, max_size=5),
     st.sampled_from([0.0, 0.003, STEP]),
-    st.sampled_from([LAYER["int8"], 3 * LAYER["int8"], 100 * LAYER["int8"]]),
+    st.sampled_from([0, LAYER["int8"], 3 * LAYER["int8"], 100 * LAYER["int8"]]),
     st.sampled_from([0, 25 * PAGE, 1000 * PAGE]),
     st.sampled_from([(), ("int4",), ("int8", "int4")]),
     st.sampled_from([1, 2]),

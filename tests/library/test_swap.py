@@ -274,7 +274,11 @@ def test_ledger_shares_variants_between_instances_and_reserves_room_for_copies(
         assert device["variants"] == entries["variants"] - share
 
 
-def test_swap_buffer_has_room_for_the_second_largest_variant_where_all_are_copied(tiny_model: Path) -> None:
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 0.0), (0.99, 0.0), (1.0, 1.0), (2.5, 2.5), (9.0, 3.0)])
+def test_swap_buffer_has_room_for_whole_layers_where_all_are_copied(
+    tiny_model: Path, share: float, expected: float
+) -> None:
+    """It takes what it may, up to the second largest variants of all layers, and nothing if none fits."""
     resolved = resolve(EngineConfig(model=tiny_model, variants=VARIANTS, **OPTIONS))
     (stage,) = resolved.plan.instances[0].stages
     sizes = SimpleNamespace(
@@ -284,9 +288,10 @@ def test_swap_buffer_has_room_for_the_second_largest_variant_where_all_are_copie
         dequantized=lambda *key: 0,
     )
     layers = {block.block: resolved.variants for block in stage.blocks if is_layer(block.block)}
-    memory = ModelSizes(lambda tp: sizes, Degrees(1, 1), layers, resolved.buckets, 1, PinnedVariants()).fixed(stage)
     *_, second, _ = sorted(size for (layer, _), size in resolved.layer_bytes.items() if layer == "layers.0")
-    assert memory.exchange == second
+    given = Degrees(1, 1), layers, resolved.buckets, 1, PinnedVariants()
+    memory = ModelSizes(lambda tp: sizes, *given, swap_room=int(share * second)).fixed(stage)
+    assert memory.exchange == int(expected * second)
     assert memory.variants == 0
 
 

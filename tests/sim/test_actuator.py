@@ -68,7 +68,11 @@ class ServedInstance:
         self.stepping = False
         self.tokens: dict[str, int] = {}  # number of generated tokens by request
         self.plans: list[tuple[float, InstancePlan]] = []
+        self.occupied: list[float] = []  # s that the device did other work than steps
         self.set_plan(plan)
+
+    def occupy(self, seconds: float) -> None:
+        self.occupied.append(seconds)
 
     def call(self, function: Callable[[], None]) -> None:
         self.loop.call(function)
@@ -429,13 +433,16 @@ def test_a_layer_needs_its_room_only_where_the_one_in_use_leaves_it() -> None:
     assert [outcome.error for outcome in world.outcomes] == [None, None]
 
 
-def test_a_variant_needs_room_beside_the_layer_in_use() -> None:
+def test_steps_wait_for_the_copy_where_a_variant_has_no_room_beside_the_layer_in_use() -> None:
     world = World(exchange=0, spare=LAYER["int4"])
     world.carry_out(world.swap(0, "int8"))
-    assert world.outcomes[0].error is not None
-    assert unchanged(world)
-    world.carry_out(world.swap(0, "int4"))
     assert world.outcomes[0].error is None
+    (instance,) = world.instances
+    assert instance.occupied == pytest.approx([0.010])  # 10 MB at 1000 MB/s
+    world.carry_out(world.swap(1, "int4"))
+    assert world.outcomes[0].error is None
+    assert len(instance.occupied) == 1, "this one has room"
+    assert [block.precision for block in world.plan.instances[0].blocks[1:3]] == ["int8", "int4"]
 
 
 def test_a_transition_that_does_not_start_from_the_plan_fails() -> None:

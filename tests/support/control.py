@@ -181,6 +181,22 @@ class FakeInstance:
         self.layers |= {layer.block: layer for layer in layers}
         return replaced
 
+    def hold_layer(self, block: str, precisions: Sequence[str]) -> Waits[None]:
+        yield from ()
+        self._before(f"hold {block} {' '.join(precisions)}")
+
+    def exchange_layer(self, block: str, precision: str, seconds: float) -> None:
+        old, new = self.layers[block], Layer(block, precision)
+        self.resident.remove(old)
+        self.resident.add(new)
+        self.layers[block] = new
+        try:
+            self._before(f"exchange {block} {precision}")
+        except BaseException:
+            self.resident.symmetric_difference_update((old, new))
+            self.layers[block] = old
+            raise
+
     def extend_pools(self, segments: int) -> None:
         self._before("extend pools")
 

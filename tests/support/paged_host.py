@@ -313,6 +313,12 @@ class PagedInstance:
     def replace_layers(self, layers: Sequence[str]) -> Sequence[str]:
         return layers
 
+    def hold_layer(self, block: str, precisions: Sequence[str]) -> Waits[None]:
+        yield from ()
+
+    def exchange_layer(self, block: str, precision: str, seconds: float) -> None:
+        pass
+
     def extend_pools(self, segments: None) -> None:
         pass
 
