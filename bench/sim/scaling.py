@@ -34,7 +34,7 @@ INT4 = "int4"  # the "policy" of full precision's peer: all layers in int4
 
 def measured(instances: int, requests: int, policy: str | None = None) -> dict[str, Any]:
     """Simulate in this process and return the figures. With a policy the instances are overloaded."""
-    rate, hardware, lengths = (RATE, "a100-80", (512, 128)) if policy is None else (OVERLOAD, "l4", (1024, 256))
+    rate, hardware, lengths = (RATE, "a100-80", (512, 128)) if policy is None else (OVERLOAD, "l4-marlin", (1024, 256))
     chosen: dict[str, Any] = {} if policy is None else {"slo_ttft": SLO}
     if policy == INT4:
         chosen |= {"precision": "int4", "head_precision": "bfloat16"}

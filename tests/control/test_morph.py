@@ -135,18 +135,21 @@ def test_kv_usage_changes_layers_only_if_it_will_make_sequences_wait() -> None:
     assert (
         driver.note == "KV usage 90.0% > 85%, but nothing waits, and 90% of the pages are expected to be in use in 2 s"
     )
-    assert not driver.see_for(5, 5, recent=replace(CALM, kv_trend=0.06), **used), "few more, and others end soon"
+    rising = replace(CALM, arrivals_per_s=30.0)
+    assert not driver.see_for(5, 5, recent=replace(rising, kv_trend=0.06), **used), "few more, and others end soon"
     assert (
         "102% of the pages are expected to be in use in 2 s, and the last of 5 sequences more is expected"
         in driver.note
     )
-    assert driver.see_for(10, 0.3, recent=replace(CALM, kv_trend=0.4), **used)
+    assert driver.see_for(10, 0.3, recent=replace(rising, kv_trend=0.4), **used)
     assert driver.reasons[0].startswith(
         "KV usage 90.0% > 85%, 170% of the pages are expected to be in use in 2 s, "
         "and the last of 32 sequences more is expected to start within"
     )
     driver = DrivenPolicy()
-    assert not driver.see_for(0, 5, recent=replace(CALM, kv_trend=0.4), kv_pages_used=340, num_running=34), "not more"
+    assert not driver.see_for(0, 5, recent=replace(rising, kv_trend=0.4), kv_pages_used=340, num_running=34), "not more"
+    few = replace(rising, kv_trend=0.4, arrivals_per_s=2.0)
+    assert not DrivenPolicy().see_for(0, 5, recent=few, **used), "no more will run at once than arrive in that time"
 
 
 def test_preemptions_change_nothing_while_nothing_waits() -> None:
@@ -246,7 +249,7 @@ def test_segmented_pool_climbs_as_far_as_the_next_segment_needs() -> None:
 def test_kv_pressure_changes_layers_of_all_stages() -> None:
     """The first two layers of the order belong to the first stage: alone they free no pages, and a third one does."""
     driver = DrivenPolicy(plan=home_plan(pp=2).instances[0], resources=machine(pp=2, costs=costs_of(1.0)))
-    assert driver.press(0, 0.5, waiting=6) == [0.2]
+    assert driver.press(0, 0.5, waiting=9) == [0.2]
     assert int4(driver.plan) == [3, 7, 11]
     assert {stage.kv_pages for stage in driver.plan.stages} == {driver.resources.kv_capacity(driver.plan)}
 

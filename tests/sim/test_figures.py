@@ -36,7 +36,7 @@ def test_layers_in_int4_shorten_the_wait_for_the_first_token(monkeypatch, tmp_pa
 
 @pytest.mark.skipif(not THOROUGH, reason="make test-thorough runs it: sixteen simulations")
 def test_windows_under_four_policies(monkeypatch, tmp_path):
-    run(monkeypatch, "windows", "--out", tmp_path)
+    run(monkeypatch, "windows", "--setting", "l4-marlin", "--out", tmp_path)
     found = {(row[0], row[1]): row for row in rows(tmp_path / "windows.md")}
     assert len(found) == 16
     assert not [row for row in found.values() if "worse" in row[2]]

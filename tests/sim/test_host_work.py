@@ -61,10 +61,10 @@ def test_measured_burst_is_reproduced(system: str) -> None:
     assert {name: error for name, error in off.items() if abs(error) > ALLOWED.get((system, name), 0.2)} == {}
 
 
-# Missed by the policy: it begins with fewer pages than full precision alone, steps of changed layers run block by
-# block, and the host's work for answers is not in its costs.
-LATER = pytest.mark.xfail(strict=True, reason="answers are 1.28x, 1.44x and 1.51x later")
-CASES = [(1.3, 1), (0.8, 0), *(pytest.param(*case, marks=LATER) for case in ((0.9, 1), (1.0, 2), (1.1, 0)))]
+# Missed by the policy: it expects faster steps of changed layers than the host's work on their arrays and answers lets
+# them be, and corrects that after the change.
+LATER = pytest.mark.xfail(strict=True, reason="answers are 1.20x later")
+CASES = [(1.3, 1), (0.8, 0), (0.9, 1), (1.0, 2), pytest.param(1.0, 1, marks=LATER)]
 
 
 @pytest.mark.parametrize(("rate", "seed"), some(CASES, 1))

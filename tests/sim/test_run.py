@@ -89,9 +89,10 @@ def test_figures_of_a_small_run_stay_what_they_were(machines) -> None:
 def test_the_same_seed_gives_the_same_result(machines) -> None:
     options = {"policy": "morph-performance", "slo_ttft": 0.1, "memory_gb": 0.99, "kv_pages": 60, "max_kv_pages": 300}
     options |= {"max_model_len": 512}
-    first, second = (simulated(machines["cpu"], rate=50.0, **options) for _ in range(2))
+    many = SMALL | {"num_prompts": 120}
+    first, second = (simulated(machines["cpu"], rate=50.0, dataset=many, **options) for _ in range(2))
     assert json.dumps({**first, **dict.fromkeys(TIMED)}) == json.dumps({**second, **dict.fromkeys(TIMED)})
-    other = simulated(machines["cpu"], rate=50.0, dataset=SMALL | {"seed": 1}, **options)
+    other = simulated(machines["cpu"], rate=50.0, dataset=many | {"seed": 1}, **options)
     assert other["ttfts"] != first["ttfts"]
     assert first["decisions"]
     assert first["restored_after_s"] > 0

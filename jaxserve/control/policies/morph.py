@@ -22,7 +22,7 @@ from jaxserve.core.block_names import layer_name
 from jaxserve.core.errors import ConfigError
 from jaxserve.telemetry import Snapshot
 
-HARM = 1.15  # factor on the time to start at which full precision is taken to be the better one
+HARM = 1.2  # factor on the time to start at which full precision is taken to be the better one
 LIMIT_INTERVAL = 5.0  # s that pass before another limit on sequences, unless it is lifted
 
 
@@ -194,8 +194,6 @@ class MorphPolicy:
         full, here = load.cost(0), load.cost(load.level)
         factor = 1 / HARM if state.leaving or load.loses else HARM ** (1 + state.returns)
         if not here or here < factor * full or not state.has_evidence(snapshot):
-            return None
-        if load.is_faster(load.level, 0, 1.0):
             return None
         text = f"answers are expected {here / full:.2f} times as late as in full precision"
         if snapshot.kv_pages_used <= initial.kv_pages - 1:

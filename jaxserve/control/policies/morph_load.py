@@ -1,7 +1,7 @@
 """What an instance has to serve, and the level of its ladder and the sequences at once that serve it well enough."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxserve.control.capacity import Workload
 from jaxserve.control.policies.ladder import Ladder
@@ -18,8 +18,9 @@ AT_RISK = 0.25  # share of `slo_ttft` after which a waiting sequence lifts the l
 NO_SLOWER = 1.1  # factor on the time per token up to which steps count as no slower
 HEADROOM = 1.2  # factor on the load that a limit on sequences leaves room for
 DOUBT = 1.15  # factor on the gain that is asked for, as long as full precision has turned out to be better lately
-PRICE = 5.0  # share by which answers must come sooner for each share by which the cross-entropy rises
+PRICE = 1.0  # share by which answers must come sooner for each share by which the cross-entropy rises
 SPAN = 5.0  # s; what arrives within less time tells of a burst, and not of a load
+LATE = 2.0  # how often the seconds count by which first tokens would come later than the objective allows
 MAX_GROWTH = 2.0  # factor by which the running sequences may be expected to grow within `EXHAUSTION`
 
 
@@ -49,14 +50,14 @@ class Load:
         usage = snapshot.kv_usage + EXHAUSTION * max(0.0, recent.kv_trend or 0.0)
         growth = min(usage / snapshot.kv_usage, MAX_GROWTH) if snapshot.kv_usage else 1.0
         more = math.ceil(snapshot.num_running * growth) - snapshot.num_running
-        return cls(
+        load = cls(
             settings,
             state.ladder,
             state.level,
             workload,
             running=snapshot.num_running,
             waiting=snapshot.num_waiting,
-            expected=max(snapshot.num_waiting, more),
+            expected=snapshot.num_waiting,
             waited=snapshot.oldest_wait,
             tpot=recent.tpot or 0.0,
             tokens_per_s=(recent.arrivals_per_s or 0.0) * min(1.0, recent.seconds / SPAN) * workload.answer,
@@ -65,6 +66,10 @@ class Load:
             lasting=state.waiting_since is not None and snapshot.time - state.waiting_since >= LASTING,
             cautious=snapshot.time - state.last_harm <= settings.relapse_memory,
         )
+        # The trend would have the pages fill up at every begin of a load. No more sequences come to run at once than
+        # arrive while one is answered.
+        at_once = math.ceil(load.tokens_per_s * load.seconds_per_token(load.level, max(1, load.running)))
+        return replace(load, expected=max(load.waiting, min(more, at_once - load.running)))
 
     # -- estimates
 
@@ -150,18 +155,29 @@ class Load:
     def cost(self, level: int) -> float:
         """Return the time (s) until the sequences that run and wait have their answers, on average, with its price.
 
-        Those count too that come within `AHEAD` seconds and find no room, because more arrives than the level serves.
-        Sequences that run are in the middle of their answers. The price is that of the quality which a level loses.
+        - Those count too that come within `AHEAD` seconds and find no room, because more arrives than the level serves.
+        - Sequences that run are in the middle of their answers. If the level has no room for all, some wait again.
+        - First tokens that come later than the objective allows count `LATE` times more.
+        - The price is that of the quality which a level loses.
         """
-        unserved = max(0.0, self.tokens_per_s - self.full_speed(level))
-        waiting = self.expected + math.ceil(AHEAD * unserved / self.workload.answer)
+        answer, room, speed = self.workload.answer, self.room(level), self.full_speed(level)
+        unserved = max(0.0, self._sure_tokens_per_s - speed)
+        waiting = self.expected + math.ceil(AHEAD * unserved / answer)
         if not self.running and not waiting:
             return 0.0
-        sequences = max(1, min(self.room(level), self.running + waiting))
-        each = self.workload.answer * self.seconds_per_token(level, sequences)
-        started = self.seconds_to_start(level, waiting) + each
-        seconds = (waiting * started + self.running * each / 2) / (waiting + self.running)
-        return seconds * (1 + PRICE * self.ladder.loss_at(level))
+        each = answer * self.seconds_per_token(level, max(1, min(room, self.running + waiting)))
+        last = self.seconds_to_start(level, waiting)
+        late = max(0.0, self.waited + last - self.allowed_wait)
+        displaced = max(0, self.running - room)
+        seconds = waiting * (last / 2 + each + LATE * late) + self.running * each / 2
+        seconds += displaced * displaced * answer / speed
+        return seconds / (waiting + self.running) * (1 + PRICE * self.ladder.loss_at(level))
+
+    @property
+    def _sure_tokens_per_s(self) -> float:
+        """The generated tokens/s that arriving sequences ask for, less what may be chance in `SPAN` seconds."""
+        arrivals = self.tokens_per_s / self.workload.answer
+        return max(0.0, arrivals - math.sqrt(arrivals / SPAN)) * self.workload.answer
 
     def better_level(self) -> int:
         """Return the lowest level that is expected to serve the load in time, or else the one that serves it best.
@@ -169,31 +185,16 @@ class Load:
         The levels that are tried are further and further up. Return the present level if none is enough of a gain.
         """
         gain = self.settings.min_gain * (DOUBT if self.cautious else 1.0)
-        # A gain counts beside what can be gained: running sequences have waited already.
-        here = self.cost(self.level)
-        share = self.expected / (self.expected + self.running) if self.expected else 0.0
-        best, least = self.level, here - (1 - 1 / gain) * (share * self.seconds_to_start(self.level) or here)
-        faster = self.level
+        best, least = self.level, self.cost(self.level) / gain
         for level in self._higher_levels():
             cost = self.cost(level)
-            if faster == self.level and self.is_faster(level, self.level, gain):
-                faster = level
             if cost < least and self.keeps_up(level) and self._is_worth_it(level):
                 best, least = level, cost
                 enough = self._in_time(level) and self.full_speed(level) >= self.tokens_per_s
                 # As long as nothing waits, the first better level is enough.
                 if enough or (self.expected and not self.waiting):
                     break
-        return faster if best == self.level else best
-
-    def is_faster(self, level: int, lower: int, gain: float) -> bool:
-        """Return whether first tokens come late and a level serves more tokens than a lower one, at its price.
-
-        Then longer times per token shorten the queue of what is still to come.
-        """
-        price = 1 + PRICE * (self.ladder.loss_at(level) - self.ladder.loss_at(lower))
-        late = self.waiting > 0 and self.last_wait(lower) > self.allowed_wait
-        return late and self.full_speed(level) >= gain * price * self.full_speed(lower)
+        return best
 
     def _in_time(self, level: int) -> bool:
         if self.expected:
