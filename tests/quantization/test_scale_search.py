@@ -27,9 +27,14 @@ def values(q: QArray) -> np.ndarray:
     return scales * (codes - zeros)
 
 
-def squared_errors(w: np.ndarray, q: QArray) -> np.ndarray:
-    """Return the sum of squared errors of each group."""
-    return np.square(values(q) - w.astype(np.float64)).reshape(*q.scales.shape, q.group).sum(axis=-1)
+def errors(w: np.ndarray, q: QArray) -> np.ndarray:
+    """Return the sum of squared errors of each group, weighted as the search does for 3 and 4 bits."""
+    w = w.astype(np.float64).reshape(*q.scales.shape, q.group)
+    off = np.square(values(q).reshape(w.shape) - w)
+    if q.bits < 8:
+        mean = np.square(w).mean(axis=-1, keepdims=True)
+        off *= np.sqrt(1 + np.square(w) / np.where(mean == 0, 1, mean))
+    return off.sum(axis=-1)
 
 
 def assert_equal(a: QArray, b: QArray) -> None:
@@ -70,7 +75,7 @@ def test_search_is_never_worse_than_plain_rounding_and_finite(weight, bits, symm
     w, group = weight
     group = 0 if group in (5, 300) else group
     found, plain = (f(w, bits, group=group, symmetric=symmetric) for f in (quantize_by_search, quantize))
-    better, worse = squared_errors(w, found), squared_errors(w, plain)
+    better, worse = errors(w, found), errors(w, plain)
     assert np.all(better <= worse * (1 + 1e-5))
     assert np.isfinite(values(found).astype(np.float32)).all()
     if bits == 8:
@@ -113,7 +118,7 @@ def test_large_weight_is_rounded_in_parts_by_several_threads(monkeypatch):
 def test_search_removes_much_of_the_error_of_a_trained_weight(bits, symmetric, group):
     w = heavy_tailed(64, 1024)
     found, plain = (
-        squared_errors(w, f(w, bits, group=group, symmetric=symmetric)).sum() for f in (quantize_by_search, quantize)
+        errors(w, f(w, bits, group=group, symmetric=symmetric)).sum() for f in (quantize_by_search, quantize)
     )
     assert found < 0.95 * plain
 

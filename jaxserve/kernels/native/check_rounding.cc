@@ -20,7 +20,18 @@ int code_at(const uint8_t* row, int64_t i, int bits) {
   return (word >> 2 * plane & 3) + 4 * (from[64 + 4 * plane + lane / 8] >> lane % 8 & 1) - 4;
 }
 
-// Returns the sum of squared errors of a group that is rounded by its extremes.
+// Returns how often the squared errors of a group's numbers count (quantization/scale_search.py).
+std::vector<double> importance(const Numbers& w, int64_t first, int64_t group) {
+  double squares = 0;
+  for (int64_t i = first; i < first + group; ++i) squares += static_cast<double>(w.get(i)) * w.get(i);
+  std::vector<double> found;
+  for (int64_t i = first; i < first + group; ++i) {
+    found.push_back(squares ? std::sqrt(1 + static_cast<double>(w.get(i)) * w.get(i) / (squares / static_cast<double>(group))) : 1);
+  }
+  return found;
+}
+
+// Returns the error of a group that is rounded by its extremes.
 double plain_error(const Numbers& w, int64_t first, int64_t group, int bits, bool zeros) {
   const int low = -(1 << (bits - 1)), high = -low - 1;
   float extreme = 0, least = 0, most = 0;
@@ -34,10 +45,11 @@ double plain_error(const Numbers& w, int64_t first, int64_t group, int bits, boo
   scale = rounded_to_bfloat16(scale);
   if (scale == 0) scale = 1;
   const double zero = zeros ? std::nearbyint(-static_cast<double>(least) / static_cast<double>(scale)) + low : 0;
+  const std::vector<double> h = importance(w, first, group);
   double sum = 0;
   for (int64_t i = first; i < first + group; ++i) {
     const double x = w.get(i), s = scale, step = std::clamp(std::nearbyint(x / s + zero), double(low), double(high)) - zero;
-    sum += (x - step * s) * (x - step * s);
+    sum += h[static_cast<size_t>(i - first)] * (x - step * s) * (x - step * s);
   }
   return sum;
 }
@@ -56,10 +68,11 @@ void check_rows_of(RoundRows round, const Shape& shape, int bits, bool bfloat16,
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t first = g * shape.group, row = first / shape.size;
     const double scale = scales.get(g), zero = with_zeros ? zeros.get(g) : 0;
+    const std::vector<double> h = importance(w, first, shape.group);
     double sum = 0;
     for (int64_t i = first; i < first + shape.group; ++i) {
       const double off = w.get(i) - scale * (code_at(rows.codes + row * row_bytes, i % shape.size, bits) - zero);
-      sum += off * off;
+      sum += h[static_cast<size_t>(i - first)] * off * off;
     }
     const double right = plain_error(w, first, shape.group, bits, with_zeros);
     errors.add(sum, right * 1.0001 + 1e-12);

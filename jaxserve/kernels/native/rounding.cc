@@ -33,17 +33,22 @@ inline Floats floor(Floats x) {
 inline Floats narrowed(Floats x) { return (Floats)(round_to_bfloat16(x) & 0xffff0000u); }
 inline Floats magnitude(Floats x) { return (Floats)((Bits)x & 0x7fffffffu); }
 inline Floats choose(Ints which, Floats a, Floats b) { return which ? a : b; }
+inline Floats square_root(Floats x) {
+  for (int lane = 0; lane < LANES; ++lane) x[lane] = __builtin_sqrtf(x[lane]);
+  return x;
+}
 
-// The numbers of LANES groups, transposed [group, LANES], and the range of codes without their offset.
+// The numbers of LANES groups and how often their errors count, transposed [group, LANES], and the range of codes without their offset.
 struct Lanes {
-  const float* x;
+  const float *x, *h;
   int64_t group;
   float low, high;
 
-  Lanes(const float* x, const RoundedRows& r)
-      : x(x), group(r.group), low(static_cast<float>(-(1 << (r.bits - 1)))), high(static_cast<float>((1 << (r.bits - 1)) - 1)) {}
+  Lanes(const float* x, const float* h, const RoundedRows& r)
+      : x(x), h(h), group(r.group), low(static_cast<float>(-(1 << (r.bits - 1)))), high(static_cast<float>((1 << (r.bits - 1)) - 1)) {}
 
   Floats at(int64_t i) const { return load(x + i * LANES); }
+  Floats importance(int64_t i) const { return load(h + i * LANES); }
   Floats clip(Floats q) const {
     q = q < low ? splat(low) : q;
     return q > high ? splat(high) : q;
@@ -60,9 +65,10 @@ struct Grid {
 struct Fit {
   Floats ab = {}, bb = {};
 
-  void add(Floats x, Floats step) {
-    ab += x * step;
-    bb += step * step;
+  void add(Floats x, Floats h, Floats step) {
+    const Floats weighted = h * step;
+    ab += weighted * x;
+    bb += weighted * step;
   }
 };
 
@@ -71,13 +77,13 @@ inline Floats stored_scale(Floats scale) {
   return scale == 0 ? splat(1) : scale;
 }
 
-// Returns the sum of squared errors, and the fit of the codes.
+// Returns the errors, and the fit of the codes.
 inline Floats error_of(const Lanes& g, Grid grid, Fit& fit) {
   Floats sum = {};
   for (int64_t i = 0; i < g.group; ++i) {
     const Floats step = g.code(i, grid.scale, grid.zero) - grid.zero, off = g.at(i) - step * grid.scale;
-    fit.add(g.at(i), step);
-    sum += off * off;
+    fit.add(g.at(i), g.importance(i), step);
+    sum += off * off * g.importance(i);
   }
   return sum;
 }
@@ -91,7 +97,7 @@ struct Search {
   // Tries codes for x * factor + zero.
   void attempt(Floats factor, Floats zero) {
     Fit fit;
-    for (int64_t i = 0; i < g.group; ++i) fit.add(g.at(i), rint(g.clip(g.at(i) * factor + zero)) - zero);
+    for (int64_t i = 0; i < g.group; ++i) fit.add(g.at(i), g.importance(i), rint(g.clip(g.at(i) * factor + zero)) - zero);
     const Floats gained = fit.ab * fit.ab / fit.bb;
     const Ints better = gained > gain;
     best = {choose(better, fit.ab / fit.bb, best.scale), choose(better, zero, best.zero)};
@@ -169,6 +175,17 @@ void transpose(const RoundedRows& r, int64_t first, int64_t groups, float* to) {
   }
 }
 
+// Writes how often the error of each number of LANES groups counts.
+void weigh(const float* x, int64_t group, float* h) {
+  Floats sum = {};
+  for (int64_t i = 0; i < group; ++i) sum += load(x + i * LANES) * load(x + i * LANES);
+  const Floats mean = sum / static_cast<float>(group);
+  for (int64_t i = 0; i < group; ++i) {
+    const Floats at = load(x + i * LANES), root = square_root(1.0f + at * at / mean);
+    memcpy(h + i * LANES, &root, sizeof(root));
+  }
+}
+
 // Writes a row of codes in the layout of quantization/packing.py.
 void pack_row(const uint8_t* codes, int64_t size, int bits, uint8_t* to) {
   if (bits == 8) return void(memcpy(to, codes, static_cast<size_t>(size)));
@@ -205,12 +222,13 @@ inline uint16_t upper(float x) {
 }
 
 void round_rows(const RoundedRows& r, void* scratch) {
-  float* const x = static_cast<float*>(scratch);
-  auto* const codes = static_cast<uint8_t*>(scratch) + r.group * kMaxLanes * 4;
+  float *const x = static_cast<float*>(scratch), *const h = x + r.group * kMaxLanes;
+  auto* const codes = reinterpret_cast<uint8_t*>(h + r.group * kMaxLanes);
   const int64_t groups = r.rows * (r.size / r.group);
   for (int64_t first = 0; first < groups; first += LANES) {
     transpose(r, first, groups, x);
-    const Lanes g(x, r);
+    if (r.bits < 8) weigh(x, r.group, h);
+    const Lanes g(x, h, r);
     const Grid grid = r.zeros ? asymmetric(g, r.bits) : symmetric(g, r.bits);
     const int64_t count = groups - first < LANES ? groups - first : LANES;
     for (int64_t i = 0; i < r.group; ++i) {

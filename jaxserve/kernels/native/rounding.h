@@ -19,7 +19,7 @@ struct RoundedRows {
 
 // The bytes of scratch memory that the kernel needs.
 constexpr int64_t kMaxLanes = 16;
-inline int64_t rounding_scratch_bytes(const RoundedRows& r) { return r.group * kMaxLanes * 4 + r.rows * r.size; }
+inline int64_t rounding_scratch_bytes(const RoundedRows& r) { return 2 * r.group * kMaxLanes * 4 + r.rows * r.size; }
 
 using RoundRows = void (*)(const RoundedRows& rows, void* scratch);
 
