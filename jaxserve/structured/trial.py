@@ -154,8 +154,10 @@ class _Vocabulary:
 
 
 def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
-    """Answer the questions of `GrammarTrials`, the first of which is the vocabulary."""
-    given = json.loads(questions.readline())
+    """Answer the questions of `GrammarTrials`, the first of which is the vocabulary, until nobody asks any more."""
+    if not (first := questions.readline()).endswith(b"\n"):
+        return  # the engine has ended already
+    given = json.loads(first)
     vocabulary = _Vocabulary(given["vocab_size"], given["special"], given["eos_token_id"])
     tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=vocabulary.eos_token_id)
     answers.write(b"true\n")
@@ -243,4 +245,7 @@ def _pages(column: int) -> int:
 
 if __name__ == "__main__":
     os.nice(int(sys.argv[1]))
-    _serve(sys.stdin.buffer, sys.stdout.buffer)
+    try:
+        _serve(sys.stdin.buffer, sys.stdout.buffer)
+    except BrokenPipeError:
+        os._exit(0)  # the engine has ended; writing out what is left would fail again

@@ -1,5 +1,7 @@
 """Grammars whose compilation would end or fill the process are refused, because they are tried in another one first."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -98,3 +100,18 @@ def test_grammars_are_dropped_if_they_take_too_much_memory_together(tokenizer, m
     compiler = LLGrammarCompiler(tokenizer, tokenizer.eos_token_ids)
     large = StructuredOutput(choice=[f"value {i}" for i in range(5000)])
     assert compiler.compile(large) is not compiler.compile(large)
+
+
+@pytest.mark.parametrize(
+    "vocabulary", [b"", b'{"vocab_size": 3, ', b'{"vocab_size": 3, "special": {}, "eos_token_id": 0}\n']
+)
+def test_process_ends_in_silence_if_the_engine_has_ended(vocabulary: bytes) -> None:
+    """The engine may be gone before it has asked anything, in the middle of that, and before the first answer."""
+    command = [sys.executable, "-m", "jaxserve.structured.trial", "0"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        process.stdout.close()
+        process.stdin.write(vocabulary)
+        process.stdin.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
