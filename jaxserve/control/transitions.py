@@ -185,7 +185,7 @@ class Transition:
         return {}
 
     def in_less_room(self) -> "Transition | None":
-        """Return the same change with less memory, at the price of a longer stop of the steps; None if there is none."""
+        """Return the same change with less memory, for which steps stop for longer, or None if there is none."""
         return None
 
     def joins(self, first: "Transition") -> bool:

@@ -44,8 +44,8 @@ XLA_SAMPLER = 6_100_000  # bytes for one step shape where XLA samples: sorts are
 PROGRAMS = 3  # programs per step shape besides those of the layers
 
 # Share of the memory for KV pages that the swap buffer may take. Larger batches of layers wait for fewer steps: on a
-# large device 1.9 % hold 9 to 18 layers of an 8B model. On a small one a single layer is more than that: there layers are
-# freed before others take their place, while steps wait for a copy of some milliseconds.
+# large device 1.9 % hold 9 to 18 layers of an 8B model. On a small one a single layer is more than that: there layers
+# are freed before others take their place, while steps wait for a copy of some milliseconds.
 SWAP_SHARE = 0.019
 
 # Copies of a change of the plan while steps go on. On CPU they need the bandwidth and the cores of the steps and are
