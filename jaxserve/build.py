@@ -64,6 +64,7 @@ from jaxserve.executor.warmup import warm_variants
 from jaxserve.parallel.placement import Placement
 from jaxserve.planning.memory import COPY_RATES, COPY_SHARES, copy_pace
 from jaxserve.planning.resolve import Resolved, resolve
+from jaxserve.planning.rounding_notice import rounding_notice
 from jaxserve.planning.spec import STATIC
 from jaxserve.structured.compiler import LLGrammarCompiler
 from jaxserve.telemetry import EngineMetrics
@@ -201,6 +202,7 @@ def build(
     tracer = None if config.otlp_endpoint is None else RequestTracer(config.otlp_endpoint, resolved.info.name)
     controlled = controlled or config.policy != STATIC
     kept = _kept_layers(resolved)
+    _log_rounding(resolved, kept)
     known = known_sensitivity(resolved, kept) if controlled else None
     load = _policy_loader(resolved, known) if known else None
     policy = load(config.policy) if load else None
@@ -543,6 +545,15 @@ def _rounded_layers(resolved: Resolved) -> tuple[tuple[str, tuple[int, ...]], ..
         if precision in BITS and resolved.checkpoint.is_rounded(layer_name(index), precision):
             layers.setdefault(precision, []).append(index)
     return tuple((precision, tuple(indices)) for precision, indices in layers.items())
+
+
+def _log_rounding(resolved: Resolved, kept: KeptLayers) -> None:
+    """Log that layers are or may be rounded without calibration."""
+    precisions = (*resolved.plan.instances[0].layer_precisions, *resolved.variants)
+    rounded = [precision for precision in dict.fromkeys(precisions) if precision not in kept.precisions]
+    notice = rounding_notice(resolved.checkpoint, resolved.padded_model, rounded)
+    if notice is not None and resolved.config.load_format != "dummy":
+        log.warning("%s", notice)
 
 
 def _log_losses(resolved: Resolved, kept: KeptLayers, known: Sensitivity) -> None:

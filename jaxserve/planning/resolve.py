@@ -30,7 +30,6 @@ from jaxserve.parallel.devices import device_memory, devices
 from jaxserve.parallel.padding import padded_config
 from jaxserve.planning.defaults import PLATFORMS, served_dtype
 from jaxserve.planning.memory import MemoryPlan, plan_memory, runtime_bytes
-from jaxserve.planning.rounding_notice import rounding_notice
 from jaxserve.planning.sizes import BlockSizes, padding_cost
 from jaxserve.planning.spec import EngineSpec, dtype_of, has_quantized
 
@@ -100,9 +99,6 @@ def resolve(config: EngineConfig) -> Resolved:
     info = _info(config, checkpoint, path, memory)
     padded = padded_model(config.tp)
     _log_padding(model, padded, memory)
-    notice = rounding_notice(checkpoint, padded, spec.precisions)
-    if notice is not None and config.load_format != "dummy":
-        log.warning("%s", notice)
     return Resolved(**vars(memory), checkpoint=checkpoint, padded_model=padded, info=info, devices=devices)
 
 

@@ -44,12 +44,15 @@ def served(built: BuiltEngine, layer: int = 1) -> np.ndarray:
     return np.asarray(weight.codes.parts[0])
 
 
-def test_engine_goes_on_with_what_was_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_goes_on_with_what_was_kept(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     # Random weights lose no less by any method than by rounding.
     monkeypatch.setattr(HeldOut, "losses", lambda self: {"int4": Loss(6.0, 0.2, 0.1), "int8": Loss(6.0, 0.02, 0.01)})
     config = EngineConfig(model=model, policy="morph", **OPTIONS)
     built = build(config, controlled=True)
     assert built.control is not None
+    assert "rounded to int4 without calibration" in caplog.text
     rounded, status = served(built), built.control.status()
     assert status["quality"] == {"loss": 0.0, "nats": 0.0, "floor": 0.05, "measured": True}
     wanted = wanted_of(built)
@@ -67,7 +70,9 @@ def test_engine_goes_on_with_what_was_kept(model: Path, monkeypatch: pytest.Monk
     assert np.array_equal(served(built), np.asarray(expected))
     built.close()
 
+    caplog.clear()
     again = build(config, controlled=True)
+    assert "rounded to int4" not in caplog.text
     assert np.array_equal(served(again), np.asarray(expected)), "the next start uses it at once"
     assert again.control is not None
     loss = again.control.loss

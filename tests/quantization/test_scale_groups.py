@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from jaxserve.build import build
 from jaxserve.calibration.pipeline import QuantizationSettings
 from jaxserve.calibration.run import run
 from jaxserve.checkpoint import open_checkpoint
@@ -18,7 +19,6 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.scale_groups import default_group, group_size, sentence
 from jaxserve.models.quantized import split_unit
 from jaxserve.parallel.padding import padded_config
-from jaxserve.planning.resolve import resolve
 from jaxserve.planning.sizes import block_bytes
 from jaxserve.quantization import QArray
 from jaxserve.sim.shape import ModelShape
@@ -120,7 +120,8 @@ def test_command_says_which_groups_it_takes_instead(tmp_path: Path):
 def notices(caplog: pytest.LogCaptureFixture, folder: Path, **options) -> list[str]:
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        resolve(EngineConfig(model=str(folder), memory_gb=1, max_model_len=64, max_num_seqs=2, **options))
+        config = EngineConfig(model=str(folder), memory_gb=1, max_model_len=64, max_num_seqs=2, warmup=False, **options)
+        build(config).close()
     return [record.getMessage() for record in caplog.records if "rounded to" in record.getMessage()]
 
 
