@@ -58,9 +58,13 @@ def searched_grid(
 ) -> Grid:
     """Return the grid of each group with the least squared error, in which every input has a weight.
 
-    Several shares of the plain range are tried. For the codes of each, the scale that fits best has a closed form.
+    As in rounding without text (`scale_search.importance`), errors of large numbers count more. Several shares of the
+    plain range are tried. For the codes of each, the scale that fits best has a closed form.
     """
     plain = plain_grid(groups, bits, symmetric)
+    squares = jnp.square(groups)
+    mean = squares.mean(-1, keepdims=True)
+    weights = weights * jnp.sqrt(1 + squares / jnp.where(mean > 0, mean, 1))
 
     def better(best: tuple[Array, Array], share: Array) -> tuple[tuple[Array, Array], None]:
         scales = _refitted(groups, weights, Grid(_stored(plain.scales * share), plain.zeros), bits)

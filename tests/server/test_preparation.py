@@ -87,7 +87,8 @@ def test_server_prepares_its_model_between_requests_and_survives_every_end(model
         wait_for(lambda: "layers prepared in int4 are used" in server.errors.read_text(), server)
         decisions = httpx.get(f"{server.url}/admin/decisions").json()["decisions"]
         assert decisions[-1]["reason"] == "layers were measured: policy morph -> morph"
-        assert json.loads((kept / FILE_NAME).read_text())["methods"] == {"int4": "awq", "int8": "rtn"}
+        methods = json.loads((kept / FILE_NAME).read_text())["methods"]
+        assert methods in ({"int4": "awq", "int8": "rtn"}, {"int4": "rtn", "int8": "rtn"}), "whichever loses less"
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
     with server_process(*command) as server:
