@@ -51,7 +51,7 @@ class Cancelled(JaxserveError):
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What an engine core is told of a plan."""
+    """The facts of a plan that an engine core is told."""
 
     plan_fields: Callable[[InstancePlan, int], Snapshot]  # (plan, version) -> the fields of snapshots that follow
     costs: CostModel | None = None

@@ -85,7 +85,7 @@ Waits = Generator[Any, Any, T]  # of the waits above, and of those that only one
 
 
 class PlannedCore(Protocol):
-    """What transitions change of an engine core."""
+    """The part of an engine core that transitions change."""
 
     @property
     def scheduler(self) -> Scheduler: ...
@@ -105,7 +105,7 @@ class PlannedCore(Protocol):
 
 
 class StoppedInstance(Protocol):
-    """What an instance between two steps offers to its transitions. Layers and segments are opaque to them."""
+    """An instance between two steps, as its transitions see it. Layers and segments are opaque to them."""
 
     @property
     def core(self) -> PlannedCore: ...
@@ -136,7 +136,7 @@ class StoppedInstance(Protocol):
 
 
 class RunningInstance(StoppedInstance, Protocol):
-    """What an instance offers to its transitions while its steps go on, and between two steps."""
+    """An instance as its transitions see it while its steps go on, and between two steps."""
 
     def prepare_layer(self, block: str, precision: str, size: int, seconds: float) -> Waits[Any]:
         """Bring a variant of a layer next to the one in use: `size` bytes per device, estimated to take `seconds`."""
@@ -384,7 +384,7 @@ class LimitSequences(Transition):
 
     @property
     def lowers(self) -> bool:
-        """Whether fewer sequences may run after the change than before."""
+        """True if fewer sequences may run after the change than before."""
         return self.after is not None and (self.before is None or self.after < self.before)
 
     def apply(self, plan: InstancePlan) -> InstancePlan:

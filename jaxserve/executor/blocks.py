@@ -66,7 +66,7 @@ class LoadedBlock:
 
     @property
     def in_place(self) -> bool:
-        """Whether the parameters are a variant that the store holds anyway, and take no memory of their own."""
+        """True if the parameters are a variant that the store holds anyway, and take no memory of their own."""
         return self.reference.in_place
 
     def signature(self) -> "BlockSignature":

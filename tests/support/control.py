@@ -91,7 +91,7 @@ class Broken(JaxserveError):
 
 @dataclass
 class FakeCore:
-    """What transitions change of an engine core, with the real scheduler."""
+    """The part of an engine core that transitions change, with the real scheduler."""
 
     scheduler: Scheduler
     plan_fields: Snapshot
