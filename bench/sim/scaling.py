@@ -4,8 +4,9 @@
     python -m bench.sim.scaling --policies static,morph,morph-performance [--instances 1,8,64,1000] [--each 120]
 
 The first command simulates Llama-3-8B on A100s, each instance under the same load (6 requests/s with 512 prompt tokens
-and 128 answer tokens). The second one simulates it on L4s that full precision overloads: 1.3 requests/s with 1024
-prompt tokens and 256 answer tokens for each instance, and an objective of 2 s for the first token.
+and 128 answer tokens). The second one simulates it on L4s with the MorphServe paper's kernels (l4-marlin) that full
+precision overloads: 1.3 requests/s with 1024 prompt tokens and 256 answer tokens for each instance, and an objective of
+2 s for the first token.
 
 Seconds are the process's CPU time; memory is its peak resident memory. Each size runs in its own process.
 """
@@ -109,7 +110,7 @@ def compare_policies(policies: list[str], instances: list[int], each: int, out: 
         axis.semilogx([f["instances"] for f in own], [f["violated"] for f in own], "o-", label=policy)
     axis.set(xlabel="instances", ylabel="SLO violations, %", ylim=(0, None))
     axis.legend()
-    text = f"# Adaptation as the cluster grows\n\nLlama-3-8B on L4s, SLO {SLO:g} s.\n\n"
+    text = f"# Adaptation as the cluster grows\n\nLlama-3-8B on l4-marlin, SLO {SLO:g} s.\n\n"
     written(out, "scaling-policies", text + table(header, rows), figure)
 
 
