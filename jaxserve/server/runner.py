@@ -1,7 +1,8 @@
 """The run of a server: it binds first, loads the engine while it answers probes, and drains on the first signal.
 
-After the first SIGTERM or SIGINT, new requests are refused and requests in flight have `shutdown_timeout` seconds to
-end. A second signal, or a signal while the model is loading, ends the process at once.
+After the first SIGTERM or SIGINT, the server serves for another `shutdown_delay` seconds, in which its probes send
+balancers away. Then new requests are refused, and requests in flight have `shutdown_timeout` seconds to end. A second
+signal, or a signal while the model is loading, ends the process at once.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ def run_server(load: Load, settings: ServerSettings, on_ready: Callable[[Sequenc
     listeners = listen(settings.host, settings.port)
     app = create_app(None, settings)
     config = server_config(app, settings)
-    server = DrainingServer(config, app, load, settings.shutdown_timeout)
+    server = DrainingServer(config, app, load, settings)
     server.on_loaded = lambda client: on_ready(urls(listeners), client)
     server.run(sockets=listeners)
     if server.load_error is not None:
@@ -75,13 +76,13 @@ def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
 class DrainingServer(HttpServer):
     """A server that loads its engine while it answers probes, and drains the engine before it closes."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, load: Load, shutdown_timeout: float):
+    def __init__(self, config: uvicorn.Config, app: FastAPI, load: Load, settings: ServerSettings):
         super().__init__(config)
         self.on_loaded: Callable[[EngineClient], None] = lambda client: None
         self.load_error: BaseException | None = None
         self._state: ServerState = app.state.server
         self._load = load
-        self._shutdown_timeout = shutdown_timeout
+        self._delay, self._timeout = settings.shutdown_delay, settings.shutdown_timeout  # seconds
         self._signals = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -116,7 +117,8 @@ class DrainingServer(HttpServer):
         self.on_loaded(client)
 
     def _start_draining(self, signal_name: str) -> None:
-        self._state.start_draining()
+        self._state.terminate()
+        self.config.encoded_headers = [(b"connection", b"close")]  # clients open their next connection elsewhere
         task = asyncio.ensure_future(self._drain(signal_name))
         # The event loop itself keeps only a weak reference.
         self._tasks.add(task)
@@ -125,16 +127,18 @@ class DrainingServer(HttpServer):
         client = self._state.loaded
         assert client is not None  # a signal while loading ends the process
         try:
+            if self._delay:
+                logger.warning("%s: refusing new requests in %g s (--shutdown-delay)", signal_name, self._delay)
+                await asyncio.sleep(self._delay)
+            self._state.start_draining()
             logger.warning(
                 "%s: refusing new requests, %d in flight have %g s to end; repeat the signal to stop at once",
                 signal_name,
                 client.snapshot().num_running + client.snapshot().num_waiting,
-                self._shutdown_timeout,
+                self._timeout,
             )
-            if not await client.drain(self._shutdown_timeout):
-                logger.warning(
-                    "aborting the requests still in flight after %g s (--shutdown-timeout)", self._shutdown_timeout
-                )
+            if not await client.drain(self._timeout):
+                logger.warning("aborting the requests still in flight after %g s (--shutdown-timeout)", self._timeout)
             await client.shutdown()
         finally:
             self.should_exit = True

@@ -115,8 +115,22 @@ class ServerSettings:
             "refusing the request.",
         ),
     ] = False
+    shutdown_delay: Annotated[
+        float,
+        Option(
+            "HTTP server",
+            "Seconds after SIGTERM in which new requests are still served while /health answers 503, so that balancers "
+            "can turn away first.",
+            minimum=0,
+        ),
+    ] = 0.0
     shutdown_timeout: Annotated[
-        float, Option("HTTP server", "Seconds that running requests get to finish after SIGTERM.", minimum=0)
+        float,
+        Option(
+            "HTTP server",
+            "Seconds that running requests get to finish after SIGTERM and the shutdown delay.",
+            minimum=0,
+        ),
     ] = 30.0
     access_log: Annotated[bool, Option("HTTP server", "Log the path and status of every request.")] = False
     log_level: Annotated[

@@ -3,12 +3,13 @@
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
 from fastapi import Depends, Request
 
-from jaxserve.core.errors import EngineStopped, RequestError
+from jaxserve.core.errors import EngineFailed, EngineStopped, RequestError
 from jaxserve.engine.client import ControlClient, EngineClient
 from jaxserve.server.answers.answer_formats import AnswerFormats
 from jaxserve.server.responses.store import ResponseStore
@@ -16,11 +17,22 @@ from jaxserve.server.settings import MEBIBYTE, ServerSettings
 
 
 class Phase(StrEnum):
-    """The phases of a server's life. /ready answers with their values."""
+    """The phases of a server's life, in their order. Probes answer with their values."""
 
     LOADING = "loading"
     SERVING = "serving"
+    TERMINATING = "terminating"  # still serves, while probes tell balancers to send requests elsewhere
     DRAINING = "draining"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What probes tell: whether requests should be sent here, and whether the process makes progress."""
+
+    status: str  # a phase, "stopped" or "failed"
+    ready: bool
+    live: bool
+    reason: str = ""  # of a failure
 
 
 class ModelNotFound(RequestError):
@@ -37,7 +49,7 @@ class NoControlPlane(RequestError):
 
 
 class ServerState:
-    """The state of one server. `attach`, `start_draining` and the middleware `InFlight` change it."""
+    """The state of one server. `attach`, `terminate`, `start_draining` and the middleware `InFlight` change it."""
 
     def __init__(
         self,
@@ -62,6 +74,10 @@ class ServerState:
         if self.phase is Phase.LOADING:
             self.phase = Phase.SERVING
 
+    def terminate(self) -> None:
+        """Go on serving, but let probes say that this server is about to refuse requests."""
+        self.phase = Phase.TERMINATING
+
     def start_draining(self) -> None:
         """Refuse new requests from now on."""
         self.phase = Phase.DRAINING
@@ -71,10 +87,20 @@ class ServerState:
         """The engine, or None while it is loading."""
         return self._client
 
-    @property
-    def ready(self) -> bool:
-        """True if requests are accepted."""
-        return self.phase is Phase.SERVING and self._client is not None and self._client.ready
+    def condition(self) -> Condition:
+        """Return what probes tell.
+
+        While it serves, an engine may fail or get stuck. All other phases end by themselves.
+        """
+        if self._client is None or self.phase is not Phase.SERVING:
+            return Condition(self.phase.value, ready=False, live=True)
+        try:
+            self._client.check_health()
+        except EngineFailed as error:
+            return Condition("failed", ready=False, live=False, reason=str(error))
+        if not self._client.ready:
+            return Condition("stopped", ready=False, live=False)
+        return Condition(self.phase.value, ready=True, live=True)
 
     def client(self) -> EngineClient:
         """Return the engine for a new request. Raise EngineStopped while loading or draining."""

@@ -9,7 +9,7 @@ from tests.server.serving import raw_request, serving
 
 KEYS = ("first-key", "schlüssel")
 CLOSED = ("/v1/models", "/v1/chat/completions", "/docs", "/openapi.json", "/version", "/nothing")
-OPEN = ("/health", "/ready", "/metrics")
+OPEN = ("/health", "/ready", "/ping", "/live", "/metrics")
 
 
 @pytest.fixture(scope="module")

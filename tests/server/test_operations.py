@@ -22,21 +22,42 @@ PROMPTS = {
 }
 
 
-def test_health_fails_when_the_engine_makes_no_progress():
+READINESS = ("/health", "/ready", "/ping")
+
+
+def probes(http) -> dict[str, tuple[int, str]]:
+    """Return the status code and the status of each probe."""
+    answers = {path: http.get(path) for path in (*READINESS, "/live")}
+    return {path: (answer.status_code, answer.json()["status"]) for path, answer in answers.items()}
+
+
+def readiness(code: int, status: str) -> dict[str, tuple[int, str]]:
+    return dict.fromkeys(READINESS, (code, status))
+
+
+def test_all_probes_fail_when_the_engine_makes_no_progress():
     client = FakeClient()
-    app = TestClient(create_app(client, ServerSettings()))
-    assert app.get("/health").json()["status"] == "ok"
+    http = TestClient(create_app(client, ServerSettings()))
+    assert probes(http) == readiness(200, "serving") | {"/live": (200, "serving")}
     client.healthy = False
-    answer = app.get("/health")
-    assert answer.status_code == 503
-    assert "no step has ended" in answer.json()["reason"]
+    assert probes(http) == readiness(503, "failed") | {"/live": (503, "failed")}
+    for path in ("/health", "/live"):
+        assert "no step has ended" in http.get(path).json()["reason"]
 
 
-def test_probes_while_loading_answer_and_requests_return_503():
+def test_ping_takes_post_as_sagemaker_sends_it():
     app = create_app(None, ServerSettings())
     http = TestClient(app)
-    assert http.get("/health").json() == {"status": "loading"}
-    assert http.get("/ready").status_code == 503
+    assert http.post("/ping").status_code == 503
+    app.state.server.attach(FakeClient())
+    assert http.post("/ping").status_code == 200
+
+
+def test_server_that_loads_is_alive_but_not_ready_and_refuses_requests():
+    app = create_app(None, ServerSettings())
+    http = TestClient(app)
+    assert probes(http) == readiness(503, "loading") | {"/live": (200, "loading")}
+    assert int(http.get("/health").headers["retry-after"]) > 0
     assert http.get("/metrics").status_code == 200
     for answer in (http.get("/v1/models"), http.post("/v1/completions", json={"prompt": "a"})):
         assert answer.status_code == 503
@@ -47,20 +68,26 @@ def test_probes_while_loading_answer_and_requests_return_503():
     assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
 
 
-def test_ready_fails_when_the_engine_is_not_ready():
+def test_all_probes_fail_when_the_engine_has_stopped():
     client = FakeClient()
-    http = TestClient(create_app(client, ServerSettings()))
-    assert http.get("/ready").json() == {"status": "serving"}
     client.stopped = True
-    assert http.get("/ready").status_code == 503
+    http = TestClient(create_app(client, ServerSettings()))
+    assert probes(http) == readiness(503, "stopped") | {"/live": (503, "stopped")}
 
 
-def test_new_requests_while_draining_return_503():
+def test_server_in_its_last_seconds_serves_but_is_not_ready():
+    app = create_app(FakeClient(), ServerSettings())
+    app.state.server.terminate()
+    http = TestClient(app)
+    assert probes(http) == readiness(503, "terminating") | {"/live": (200, "terminating")}
+    assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+def test_server_that_drains_is_alive_but_not_ready_and_refuses_requests():
     app = create_app(FakeClient(), ServerSettings())
     app.state.server.start_draining()
     http = TestClient(app)
-    assert http.get("/ready").json() == {"status": "draining"}
-    assert http.get("/health").status_code == 200
+    assert probes(http) == readiness(503, "draining") | {"/live": (200, "draining")}
     assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 503
 
 

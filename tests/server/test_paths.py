@@ -19,7 +19,18 @@ from tests.server.serving import raw_request, serving
 
 JSON = {"content-type": "application/json"}
 BODY = b'{"prompt": "a"}'
-PAGES = ("/health", "/ready", "/metrics", "/version", "/v1/models", "/v1/models/fake", "/docs", "/openapi.json")
+PAGES = (
+    "/health",
+    "/ready",
+    "/ping",
+    "/live",
+    "/metrics",
+    "/version",
+    "/v1/models",
+    "/v1/models/fake",
+    "/docs",
+    "/openapi.json",
+)
 
 
 def client(**settings) -> TestClient:

@@ -37,10 +37,14 @@ def stream(url: str):
         yield lines
 
 
-def wait_until_draining(url: str) -> None:
+def wait_until(url: str, status: str) -> None:
     deadline = time.monotonic() + 30
-    while httpx.get(f"{url}/ready").json()["status"] != "draining":
+    while httpx.get(f"{url}/health").json()["status"] != status:
         assert time.monotonic() < deadline
+
+
+def wait_until_draining(url: str) -> None:
+    wait_until(url, "draining")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -76,6 +80,37 @@ def test_second_signal_ends_the_server_at_once(second):
         wait_until_draining(server.url)
         server.signal(second)
         assert server.wait() == 128 + second
+
+
+def test_server_serves_new_requests_until_the_end_of_the_shutdown_delay():
+    with serve(SLOW, "shutdown_delay=3600") as server:
+        server.signal(signal.SIGTERM)
+        wait_until(server.url, "terminating")
+        assert httpx.get(f"{server.url}/live").status_code == 200
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 200
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 128 + signal.SIGTERM
+
+
+def test_requests_that_begin_in_the_shutdown_delay_have_the_whole_timeout():
+    with serve(SLOW, "shutdown_delay=1") as server:
+        server.signal(signal.SIGTERM)
+        wait_until(server.url, "terminating")
+        with stream(server.url) as lines:
+            wait_until_draining(server.url)
+            assert list(lines)[-1] == "data: [DONE]"
+        assert server.wait() == 0
+
+
+def test_answers_in_the_shutdown_delay_close_their_connections():
+    with serve(SLOW, "shutdown_delay=3600") as server, httpx.Client(base_url=server.url) as http:
+        assert http.get("/live").headers["keep-alive"]
+        server.signal(signal.SIGTERM)
+        deadline = time.monotonic() + 30
+        while http.get("/live").headers.get("connection") != "close":
+            assert time.monotonic() < deadline
+        assert http.get("/live").status_code == 200  # on a new connection
 
 
 def test_idle_server_ends_on_the_first_signal():

@@ -143,7 +143,8 @@ function showStatus({ model, phase, status }) {
   setText(byId("policy"), status.policy);
   const target = status.target_version;
   setText(byId("plan"), String(status.plan_version));
-  const moving = phase === "draining" ? "shutting down" : status.busy ? `◐ changing to ${target ?? "another"}` : "steady";
+  const ending = phase === "terminating" || phase === "draining";
+  const moving = ending ? "shutting down" : status.busy ? `◐ changing to ${target ?? "another"}` : "steady";
   setText(byId("moving"), moving);
   showQuality(status.quality);
   byId("moving").className = `badge ${moving === "steady" ? "" : "warn"}`;

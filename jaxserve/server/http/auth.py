@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from starlette.types import Scope
 
-PROBES = frozenset({"/health", "/ready", "/metrics"})
+PROBES = frozenset({"/health", "/ready", "/ping", "/live", "/metrics"})
 ADMIN = "/admin"
 DASHBOARD = "/dashboard"
 DASHBOARD_EVENTS = "/dashboard/events"

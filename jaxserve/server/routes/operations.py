@@ -1,40 +1,36 @@
-"""GET /health, /ready, /metrics, /load and /version: for probes, scrapers, balancers and operators."""
+"""Probes, /metrics, /load and /version: for balancers, scrapers and operators."""
 
 import asyncio
 
 from fastapi import APIRouter, Response
 
 from jaxserve._version import __version__
-from jaxserve.core.errors import EngineFailed
 from jaxserve.server.errors import json_response
 from jaxserve.server.load import load_of
-from jaxserve.server.state import State
+from jaxserve.server.state import Condition, State
 from jaxserve.telemetry.exposition import CONTENT_TYPE
 
 router = APIRouter(tags=["operations"])
 
 
 @router.get("/health")
-async def health(state: State) -> Response:
-    """Answer 200 while the engine makes progress or is still loading, and 503 when it has failed or is stuck."""
-    client = state.loaded
-    if client is None:
-        return json_response({"status": "loading"})
-    try:
-        client.check_health()
-    except EngineFailed as error:
-        return json_response({"status": "failed", "reason": str(error)}, 503)
-    now = client.snapshot()
-    return json_response({"status": "ok", "steps": now.steps, "running": now.num_running, "waiting": now.num_waiting})
-
-
 @router.get("/ready")
-async def ready(state: State) -> Response:
-    """Answer 200 if requests are accepted, and 503 while loading, draining or stopped."""
-    if state.ready:
-        return json_response({"status": state.phase.value})
-    status = "stopped" if state.phase.value == "serving" else state.phase.value
-    return json_response({"status": status}, 503, {"retry-after": "1"})
+@router.get("/ping")
+@router.post("/ping")
+async def health(state: State) -> Response:
+    """Answer 200 if requests should be sent here, and 503 while the server loads or ends, or if the engine has failed.
+
+    /ready is another name, and /ping the one of SageMaker.
+    """
+    now = state.condition()
+    return _probe(now, ok=now.ready)
+
+
+@router.get("/live")
+async def live(state: State) -> Response:
+    """Answer 200 while the process makes progress, also while it loads or ends, and 503 if the engine has failed."""
+    now = state.condition()
+    return _probe(now, ok=now.live)
 
 
 @router.get("/metrics")
@@ -55,3 +51,8 @@ async def load(state: State) -> Response:
 async def get_version() -> dict[str, str]:
     """Return the version of jaxserve."""
     return {"version": __version__}
+
+
+def _probe(now: Condition, *, ok: bool) -> Response:
+    body = {"status": now.status} | ({"reason": now.reason} if now.reason else {})
+    return json_response(body) if ok else json_response(body, 503, {"retry-after": "1"})
