@@ -191,6 +191,8 @@ def _notes(results: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[M
     yield from _differences("the workload", workloads, others)
     yield from _differences("the machine", [result.get("environment") or {} for result in results], SAME_MACHINE)
     for name, repeats in groups.items():
+        if any(result.get("simulated") for result in repeats):
+            yield f"{name}: simulated, not measured"
         if any(result.get("interrupted") for result in repeats):
             yield f"{name}: a run was interrupted"
         if any((result.get("client") or {}).get("saturated") for result in repeats):

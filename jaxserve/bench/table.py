@@ -55,7 +55,7 @@ def sections(
 ) -> list[Section]:
     """Return the totals and one section per metric, leaving out what the result has no value for."""
     totals = tuple((name, _number(result[key], digits)) for name, key, digits in TOTALS if _is_number(result.get(key)))
-    found = [Section("Serving Benchmark Result", totals)]
+    found = [Section(f"{'Simulated ' if result.get('simulated') else ''}Serving Benchmark Result", totals)]
     for metric in metrics:
         title, short = HEADINGS[metric]
         lines = tuple(
@@ -76,8 +76,12 @@ def statistic_keys(metric: str, percentiles: Iterable[float] = PERCENTILES) -> l
 
 
 def remarks(result: Mapping[str, Any]) -> list[str]:
-    """Return remarks that qualify the figures: failures by reason, interruption, a client that was late."""
+    """Return remarks that qualify the figures, such as a simulation, failures by reason, and a client that was late."""
     lines = []
+    if result.get("simulated"):
+        lines.append(f"simulated on {result.get('hardware') or 'unknown hardware'}: predicted, not measured")
+    if reason := result.get("idle_policy"):
+        lines.append(reason)
     reasons = Counter(error for error in result.get("errors") or () if error)
     for reason, count in reasons.most_common(MAX_REASONS):
         lines.append(f"{count} failed: {reason}")

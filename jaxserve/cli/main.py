@@ -26,7 +26,7 @@ from jaxserve.cli.plan import app as plan
 from jaxserve.cli.profile import profile
 from jaxserve.cli.quantize import app as quantization
 from jaxserve.cli.run_batch import run_batch
-from jaxserve.cli.sim import sim
+from jaxserve.cli.sim import app as simulation
 from jaxserve.cli.streams import end_on_write_errors, forgive_write_errors, open_closed_streams, read_texts_as_utf8
 from jaxserve.cli.terminal import (
     Commands,
@@ -38,7 +38,6 @@ from jaxserve.cli.terminal import (
     replace_unknown_characters,
     show_progress,
 )
-from jaxserve.cli.vllm_spelling import VllmCommand
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, NoTokenizer, RequestError
 from jaxserve.core.options import given_options, options_of
@@ -142,11 +141,11 @@ def chat(
 
 
 app.command(name="run-batch")(run_batch)
-app.command(cls=VllmCommand)(sim)
 app.command()(profile)
 app.add_typer(quantization)
 app.add_typer(plan)
 app.add_typer(bench)
+app.add_typer(simulation)
 
 
 def main() -> None:

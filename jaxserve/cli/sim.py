@@ -1,16 +1,28 @@
-"""The command `jaxserve sim`, which imports its implementation only when it runs, so that --help is fast."""
+"""The commands of `jaxserve sim`, which import their implementation only when they run, so that --help is fast."""
 
 import sys
+
+import typer
 
 from jaxserve.bench.interrupts import signals_as_ctrl_c
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, ResultOptions, TraceOptions
 from jaxserve.cli.options import expand_options
 from jaxserve.cli.terminal import exit_with_status
+from jaxserve.cli.vllm_spelling import VllmGroup
 from jaxserve.sim.options import ClusterOptions, FigureOptions
 
+app = typer.Typer(
+    name="sim",
+    cls=VllmGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
+
+@app.callback()
 @expand_options
 def sim(
+    context: typer.Context,
     *,
     cluster: ClusterOptions,
     dataset: DatasetOptions,
@@ -20,6 +32,8 @@ def sim(
     result: ResultOptions,
 ) -> None:
     """Simulate a cluster under load: jaxserve's own scheduler and policies on hardware that you do not have."""
+    if context.invoked_subcommand is not None:
+        return
     with signals_as_ctrl_c():
         load = figures.load()
         load.metrics()  # raises before anything runs

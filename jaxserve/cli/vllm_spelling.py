@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 OBJECTIVE = re.compile(r"\w+:[\d.]+")
 CURRENT_FOLDER = "."
@@ -14,6 +14,14 @@ class VllmCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Translate vLLM's spellings, then parse."""
+        return super().parse_args(ctx, translate(args))
+
+
+class VllmGroup(TyperGroup):
+    """A group of commands whose own options accept the spellings of a `VllmCommand`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Translate vLLM's spellings, then parse what stands before the name of a command."""
         return super().parse_args(ctx, translate(args))
 
 

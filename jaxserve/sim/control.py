@@ -6,7 +6,7 @@ from pathlib import Path
 from jaxserve.calibration.sensitivity.order import sensitivity
 from jaxserve.control.controller import Controller
 from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
-from jaxserve.control.policies import load_policy
+from jaxserve.control.policies import DropSettings, MorphSettings, TransformSettings, load_policy
 from jaxserve.control.policy import Policy
 from jaxserve.control.reconfigure import PlanFacts
 from jaxserve.control.record import Decision
@@ -58,6 +58,10 @@ class SimControl:
         """The sets of instances that there were, in order."""
         self._controller, self._agenda, self._host, self._regrouper = controller, agenda, host, regrouper
         self._front, self._clock = front, clock
+        self.max_kv_usage = 0.0
+        """The largest share of an instance's KV pages in use that the policy has seen."""
+        self.max_wait = 0.0
+        """The longest time (s) that a waiting sequence had waited when the policy saw it."""
         self._start = self._seen = controller.plan
         self._at_start_plan = True
         self._due = clock.now()
@@ -71,7 +75,11 @@ class SimControl:
         if now >= self._due:
             self._due = now + self._controller.interval
             front = self._front
-            self._controller.tick(now, front.snapshots(), front.waiting_room(), front.longest)
+            snapshots = front.snapshots()
+            for snapshot in snapshots.values():
+                self.max_kv_usage = max(self.max_kv_usage, snapshot.kv_usage)
+                self.max_wait = max(self.max_wait, snapshot.oldest_wait)
+            self._controller.tick(now, snapshots, front.waiting_room(), front.longest)
             self._track_settling(now)
 
     def follow(self) -> None:
@@ -100,6 +108,23 @@ class SimControl:
     def decisions(self) -> list[Decision]:
         """The controller's latest decisions, in order."""
         return list(self._controller.decisions)
+
+    @property
+    def idle_reason(self) -> str | None:
+        """Why the policy never changed anything; None if it did."""
+        if self._controller.decisions:
+            return None
+        seen = f"KV use was at most {self.max_kv_usage:.0%}, and no request waited for more than {self.max_wait:.2f} s"
+        policy = self._controller.policy
+        settings = getattr(policy, "settings", None)
+        if isinstance(settings, MorphSettings):
+            seen += f" (it acts above {settings.kv_usage:.0%} or {settings.queue_delay:g} s)"
+        elif isinstance(settings, DropSettings):
+            seen += f" (it acts above {settings.drop_usage:.0%} or {settings.drop_wait:g} s)"
+        elif isinstance(settings, TransformSettings):
+            seen = "no request was longer than an instance holds"
+        note = f"; it last said: {self._controller.note}" if self._controller.note else ""
+        return f"the policy {policy.name} changed nothing: {seen}{note}"
 
     def _track_settling(self, now: float) -> None:
         plan = self._controller.plan

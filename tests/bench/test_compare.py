@@ -104,3 +104,10 @@ def test_comparison_in_a_terminal_shows_the_same_numbers():
     for text in (printed(results), printed(results, terminal=True)):
         assert "25.00" in text
         assert "2.50x" in text
+
+
+def test_simulated_results_are_noted():
+    real, predicted = serve("real", 1.0), serve("predicted", 1.0, simulated=True)
+    notes = side_by_side([real, predicted]).notes
+    assert "predicted: simulated, not measured" in notes
+    assert not [note for note in notes if note.startswith("real:")]

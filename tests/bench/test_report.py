@@ -250,3 +250,10 @@ def test_many_results_stay_readable():
 def test_pyplot_is_never_loaded():
     code = "import sys, jaxserve.bench.report; sys.exit('matplotlib.pyplot' in sys.modules or 'jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_page_of_a_simulated_run_says_so_at_the_top(tmp_path: Path):
+    result = simulated.result(n=10, label="one") | {"simulated": True, "hardware": "h100"}
+    page = Page(write_report([result], tmp_path / "report.html").read_text())
+    assert "one: simulated on h100: predicted, not measured" in page.text
+    assert "bench serve" not in page.text.split("Numbers")[0]

@@ -77,3 +77,11 @@ def test_brackets_in_a_result_are_text_and_no_markup():
 def test_an_offline_measurement_that_was_interrupted_before_its_first_row_says_only_that():
     text = printed({"kind": "startup", "rows": [], "interrupted": True})
     assert text == "interrupted: the remaining rows are missing\n"
+
+
+def test_table_of_a_simulated_run_says_so_and_why_its_policy_did_nothing():
+    result = {"kind": "serve", "completed": 3, "simulated": True, "hardware": "h100", "idle_policy": "it had no reason"}
+    text = printed(result)
+    assert "Simulated Serving Benchmark Result" in text
+    assert remarks(result) == ["simulated on h100: predicted, not measured", "it had no reason"]
+    assert "imulated" not in printed({"kind": "serve", "completed": 3})

@@ -177,7 +177,7 @@ def test_pages_command_lines_parse(page: Path):
         if part.startswith("jaxserve "):
             args = shlex.split(part, comments=True)[1:]
             command = typer.main.get_command(app)
-            while hasattr(command, "commands"):
+            while args and args[0] in getattr(command, "commands", {}):
                 command = command.commands[args.pop(0)]
             command.make_context(command.name, args)
 

@@ -9,7 +9,8 @@ from jaxserve.bench.compare import side_by_side
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, TraceOptions
 from jaxserve.bench.report import write_report
 from jaxserve.bench.result import load, save
-from jaxserve.core.errors import ConfigError
+from jaxserve.bench.table import remarks
+from jaxserve.core.errors import ConfigError, MemoryBudgetError
 from jaxserve.core.step_load import StepLoad
 from jaxserve.sim import run as running
 from jaxserve.sim.cost_model import RooflineModel
@@ -103,6 +104,25 @@ def test_more_instances_serve_the_same_load_sooner(machines) -> None:
     assert [result["dp"] for result in waits] == [1, 4]
     assert waits[1]["mean_ttft_ms"] < waits[0]["mean_ttft_ms"]
     assert waits[1]["max_concurrent_requests"] < waits[0]["max_concurrent_requests"]
+
+
+def test_a_policy_without_anything_to_do_says_why(machines) -> None:
+    idle = simulated(machines["gpu"], model="llama-3-8b", policy="morph")
+    assert not idle["decisions"]
+    assert idle["idle_policy"].startswith("the policy morph changed nothing: KV use was at most ")
+    assert "(it acts above 85% or 0.1 s)" in idle["idle_policy"]
+    assert idle["idle_policy"] in remarks(idle)
+    dropping = simulated(machines["gpu"], model="llama-3-8b", policy="param_drop", cluster="2")
+    assert "(it acts above 90% or 0.1 s)" in dropping["idle_policy"]
+    assert "idle_policy" not in simulated(machines["gpu"], model="llama-3-8b")
+
+
+def test_a_model_that_is_too_large_names_the_degree_that_it_fits_with() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"at least 144.426 GB.*; the model fits with --tp 2$"):
+        running.cluster_of(ClusterOptions(model="llama-3-70b", hardware="h100"), prefix_caching=False)
+    small = ClusterOptions(model="llama-3-70b", hardware="l4", memory_gb=4.0)
+    with pytest.raises(MemoryBudgetError, match=r"max_num_seqs\)$"):
+        running.cluster_of(small, prefix_caching=False)
 
 
 def test_looking_at_the_instances_changes_no_figure(machines) -> None:

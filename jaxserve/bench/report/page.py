@@ -125,7 +125,7 @@ def _title(results: Sequence[Mapping[str, Any]]) -> str:
 
 def _subtitle(results: Sequence[Mapping[str, Any]]) -> str:
     """Return the kinds and days of the measurements."""
-    kinds = dict.fromkeys(f"bench {result['kind']}" for result in results)
+    kinds = dict.fromkeys("simulated" if result.get("simulated") else f"bench {result['kind']}" for result in results)
     dates = sorted({_day(result.get("date")) for result in results} - {""})
     days = dates[:1] if len(dates) < 2 else [f"{dates[0]} to {dates[-1]}"]
     return ", ".join([*kinds, *days])
