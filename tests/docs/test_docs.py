@@ -157,6 +157,9 @@ FOREIGN_OPTIONS = {
     "--enable-auto-tool-choice",
     "--local-dir",
     "--inplace",
+    # docker, kubectl, install, systemctl
+    *("--file", "--target", "--tag", "--publish", "--volume", "--gpus", "--user", "--read-only", "--tmpfs", "--env"),
+    *("--from-literal", "--kustomize", "--mode", "--now"),
 }
 
 

@@ -1,0 +1,90 @@
+"""The nginx example in front of a server: streams pass at once, and what is for operators does not pass."""
+
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+
+import httpx
+import pytest
+
+from tests.deploy.serve_line import DEPLOY
+from tests.server.fake import FakeClient
+from tests.server.serving import serving
+
+SITE = DEPLOY / "nginx" / "jaxserve.conf"
+NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+MAIN = """
+daemon off;
+pid {folder}/nginx.pid;
+error_log {folder}/error.log;
+events {{}}
+http {{
+    access_log off;
+    client_body_temp_path {folder}/body;
+    proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/fastcgi;
+    uwsgi_temp_path {folder}/uwsgi;
+    scgi_temp_path {folder}/scgi;
+    include {folder}/site.conf;
+}}
+"""
+
+pytestmark = pytest.mark.skipif(NGINX is None or shutil.which("openssl") is None, reason="needs nginx and openssl")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture
+def proxied(tmp_path):
+    """Yield a function that starts nginx in front of a server's port, and returns a client of nginx."""
+    key, certificate, port = tmp_path / "privkey.pem", tmp_path / "fullchain.pem", free_port()
+    subject = ["-subj", "/CN=llm.example.com", "-addext", "subjectAltName=DNS:localhost"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    subprocess.run([*command, *subject, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    started = []
+
+    def start(upstream: int) -> httpx.Client:
+        site = (
+            SITE.read_text().replace("/etc/nginx/tls", str(tmp_path)).replace("127.0.0.1:8000", f"127.0.0.1:{upstream}")
+        )
+        (tmp_path / "site.conf").write_text(site.replace("listen 443", f"listen 127.0.0.1:{port}"))
+        (tmp_path / "nginx.conf").write_text(MAIN.format(folder=tmp_path))
+        command = [NGINX, "-p", str(tmp_path), "-e", str(tmp_path / "error.log"), "-c", str(tmp_path / "nginx.conf")]
+        subprocess.run([*command, "-t"], check=True, capture_output=True)
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        started.append(process)
+        deadline = time.monotonic() + 30
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert process.poll() is None, (tmp_path / "error.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return httpx.Client(base_url=f"https://localhost:{port}", verify=ssl.create_default_context(cafile=certificate))
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.wait()
+
+
+def test_streams_pass_at_once_and_operators_paths_do_not(proxied):
+    with serving(FakeClient(script="ab", delay=30, delay_after=1)) as address, proxied(address.port) as client:
+        assert client.get("/health").status_code == 200
+        for path in ("/admin/status", "/dashboard", "/dashboard/events", "/metrics", "/load", "/live"):
+            assert client.get(path).status_code == 403, path
+        body = {"model": "fake", "prompt": "x", "max_tokens": 2, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body, timeout=20) as answer:
+            assert answer.status_code == 200
+            first = next(answer.iter_lines())  # the second token takes longer than the client waits
+        assert '"a"' in first
+
+
+def test_large_bodies_pass_up_to_the_servers_limit(proxied):
+    with serving(FakeClient()) as address, proxied(address.port) as client:
+        body = {"model": "fake", "prompt": "x", "max_tokens": 1, "user": "u" * 2_000_000}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        assert client.post("/v1/completions", content=b"x" * 36_000_000).status_code == 413
