@@ -10,6 +10,7 @@ EXAMPLES ?= 2500
 
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.jaxserve
+BENCH := $(VENV)/.jaxserve-bench
 DEV := $(VENV)/.jaxserve-dev
 CLIENTS := $(VENV)-clients/.jaxserve
 NATIVE := $(VENV)/.jaxserve-native
@@ -28,10 +29,10 @@ help: ## list the targets
 serve: $(RUNTIME) $(NATIVE) ## serve the bundled model (HOST, PORT, ARGS="MODEL --option ...")
 	@exec $(BIN)/jaxserve serve --host $(HOST) --port $(PORT) $(ARGS)
 
-demo: $(RUNTIME) $(NATIVE) ## watch precision and KV cache follow a burst: writes build/demo/report.html and result.json
+demo: $(BENCH) $(NATIVE) ## watch precision and KV cache follow a burst: writes build/demo/report.html and result.json
 	@$(BIN)/python -m bench.demo $(ARGS)
 
-demo-cluster: $(RUNTIME) $(NATIVE) ## watch instances merge, split, drop layers and restore them (DEVICES=auto|virtual|gpu, ARGS=--fail)
+demo-cluster: $(BENCH) $(NATIVE) ## watch instances merge, split, drop layers and restore them (DEVICES=auto|virtual|gpu, ARGS=--fail)
 	@$(BIN)/python -m bench.cluster --devices $(DEVICES) $(ARGS)
 
 # Three processes even on two cores, because tests wait for servers; each takes up to about 5 GB.
@@ -67,12 +68,12 @@ format: $(DEV) ## format, apply ruff's fixes, and generate the tables of options
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-bench: $(RUNTIME) $(NATIVE) ## replay a minute of bursty traffic: a table, bench/out/burst.json and bench/out/burst.html
+bench: $(BENCH) $(NATIVE) ## replay a minute of bursty traffic: a table, bench/out/burst.json and bench/out/burst.html
 	$(BIN)/jaxserve bench trace --spawn --synthetic azure-burst --duration 60 --rate 8 --scale-lengths 0.2 \
 	  --goodput ttft:500 tpot:50 --label burst --save-result bench/out/burst.json $(ARGS)
 	$(BIN)/jaxserve bench report bench/out/burst.json --out bench/out/burst.html
 
-bench-peers: $(RUNTIME) $(NATIVE) ## compare the speed with other engines (ARGS="--peer-python PATH ...")
+bench-peers: $(BENCH) $(NATIVE) ## compare the speed with other engines (ARGS="--peer-python PATH ...")
 	$(BIN)/python -m bench.peers $(ARGS)
 
 clean: ## remove the environment and everything generated
@@ -82,6 +83,10 @@ clean: ## remove the environment and everything generated
 $(RUNTIME): pyproject.toml setup.py scripts/make-venv
 	@scripts/make-venv "$(VENV)" "." "$(PYTHON)"
 	@touch $@
+
+$(BENCH): pyproject.toml setup.py scripts/make-venv
+	@scripts/make-venv "$(VENV)" ".[bench]" "$(PYTHON)"
+	@touch $(RUNTIME) $@
 
 $(CLIENTS): pyproject.toml setup.py scripts/make-venv
 	@scripts/make-venv "$(VENV)-clients" ".[clients]" "$(PYTHON)"
@@ -93,7 +98,7 @@ $(REAL)/smollm2/config.json: scripts/real-weights tests/real/convert.py
 
 $(DEV): pyproject.toml setup.py scripts/make-venv
 	@scripts/make-venv "$(VENV)" ".[dev]" "$(PYTHON)"
-	@touch $(RUNTIME) $@
+	@touch $(RUNTIME) $(BENCH) $@
 
 # Native CPU kernels; without a C++ compiler plain XLA is used instead.
 $(NATIVE): $(wildcard jaxserve/kernels/native/*.cc jaxserve/kernels/native/*.h jaxserve/kernels/native/build.py) $(RUNTIME)

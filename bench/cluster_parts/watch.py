@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import httpx
+import httpx2
 
 INTERVAL_S = 0.2  # between two looks
 REGROUP = re.compile(r"instance (?P<before>.+?) -> (?P<after>.+)")  # a transition that merges or splits
@@ -18,7 +18,7 @@ class Watch:
     def __init__(self, url: str, began: float, say: Callable[[str], None]):
         """`say` is called with a line for every change."""
         self.url = url
-        self._http = httpx.AsyncClient(base_url=url, trust_env=False, timeout=30)
+        self._http = httpx2.AsyncClient(base_url=url, trust_env=False, timeout=30)
         self._began, self._say = began, say
         self._seen: dict[str, str] = {}
         self.events: list[dict[str, Any]] = []
@@ -53,7 +53,7 @@ class Watch:
         return True
 
     async def edit(self, action: str, *instances: str, **options: Any) -> None:
-        """Change the instances by hand. Raise `httpx.HTTPStatusError` if the server refuses."""
+        """Change the instances by hand. Raise `httpx2.HTTPStatusError` if the server refuses."""
         body = {"action": action, "instances": list(instances), **options}
         (await self._http.patch("/admin/plan", json=body)).raise_for_status()
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import httpx2
 
 from bench.morph_parts.systems import Setup, System
 from jaxserve.bench.client import Client, Target
@@ -129,10 +129,10 @@ async def _decisions(url: str, origin_s: float) -> list[dict[str, Any]]:
     Server and client read one clock.
     """
     deadline = time.monotonic() + RESTORE_TIMEOUT_S
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx2.AsyncClient(trust_env=False) as http:
         while True:
             answer = await http.get(f"{url}/admin/decisions", params={"limit": 1000})
-            entries = answer.json()["decisions"] if answer.status_code == httpx.codes.OK else []
+            entries = answer.json()["decisions"] if answer.status_code == httpx2.codes.OK else []
             if not entries or entries[-1]["outcome"] != "started" or time.monotonic() > deadline:
                 return [entry | {"time": entry["time"] - origin_s} for entry in entries]
             await asyncio.sleep(INTERVAL_S)

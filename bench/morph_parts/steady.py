@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import httpx
+import httpx2
 import numpy as np
 
 from bench.morph_parts.measure import MODEL_NAME, started
@@ -54,7 +54,7 @@ def measure_plan_changes(setup: Setup, *, seconds: float, tokens: int) -> list[P
 
     Answers have `tokens` tokens. The server's policy may want all layers in int4, so that it has the programs for that;
     the first plan sent to it replaces the policy. Raise JaxserveError if the server does not start, and
-    httpx.HTTPError if it refuses a plan.
+    httpx2.HTTPError if it refuses a plan.
     """
     length = PROMPT + tokens
     setup = replace(setup, kv_pages=(SEQUENCES + 2) * length // 16 + 64, max_model_len=length, max_num_seqs=SEQUENCES)
@@ -118,7 +118,7 @@ def plan_change_table(found: Sequence[PlanChange]) -> str:
 async def _to_and_fro(url: str, max_pages: int, seconds: float, tokens: int) -> None:
     target = Target(url, MODEL_NAME, extra_body={"temperature": 0}, ignore_eos=True)
     end = time.monotonic() + seconds
-    async with Client(target) as client, httpx.AsyncClient(base_url=url, trust_env=False) as admin:
+    async with Client(target) as client, httpx2.AsyncClient(base_url=url, trust_env=False) as admin:
         decoding = [asyncio.create_task(_decode(client, n, tokens, end)) for n in range(SEQUENCES)]
         full = await _plan(admin)
         layers = [block.block for block in full.instances[0].blocks if block.block.startswith("layers.")]
@@ -135,7 +135,7 @@ async def _to_and_fro(url: str, max_pages: int, seconds: float, tokens: int) -> 
         await asyncio.gather(*decoding)
 
 
-async def _plan(admin: httpx.AsyncClient) -> Plan:
+async def _plan(admin: httpx2.AsyncClient) -> Plan:
     """Return the plan in force."""
     return from_yaml((await admin.get("/admin/plan", params={"format": "yaml"})).raise_for_status().text)
 

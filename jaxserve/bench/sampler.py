@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import httpx
+import httpx2
 
 from jaxserve.bench.prometheus import Scrape, parse
 
@@ -35,7 +35,7 @@ class MetricsSampler:
         """`on_scrape` is called with the clock's time and the scrape, for each scrape as it arrives."""
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._url = f"{base_url.rstrip('/')}/metrics"
-        self._http = httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S, trust_env=False)
+        self._http = httpx2.AsyncClient(headers=headers, timeout=TIMEOUT_S, trust_env=False)
         self._interval_s = interval_s
         self._clock = clock
         self._on_scrape = on_scrape
@@ -103,7 +103,7 @@ class MetricsSampler:
             answer = await self._http.get(self._url)
             answer.raise_for_status()
             scrape = parse(answer.text, histograms=histograms)
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError):
             return None
         time_s = (start + self._clock()) / 2
         self._scrapes.append((time_s, scrape))

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import httpx
+import httpx2
 from rich.console import Console
 
 from jaxserve.bench.client import OK, Target, refusal
@@ -52,16 +52,16 @@ def discover(base_url: str, server: ServerOptions) -> ServedModel:
     headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     where = masked_text(base_url)
     try:
-        answer = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=30, trust_env=False)
+        answer = httpx2.get(f"{base_url}/v1/models", headers=headers, timeout=30, trust_env=False)
         if answer.status_code in NO_MODEL_LIST and server.model:
             return ServedModel(server.model, None, None)
         if answer.status_code != OK:
             raise ValueError(refusal(answer.status_code, answer.content))
         models = [ServedModel(m["id"], m.get("root"), m.get("max_model_len")) for m in answer.json()["data"]]
-    except httpx.ConnectError as error:
+    except httpx2.ConnectError as error:
         hint = "give the address of a running server (--base-url), or --spawn to start one"
         raise ConfigError(f"cannot reach {where}: {on_one_line(str(error))}: {hint}") from error
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = on_one_line(without_key(masked_text(str(error)), server.api_key)) or type(error).__name__
         hint = " (--api-key)" if reason.startswith(UNAUTHORIZED) else ""
         raise ConfigError(f"{where}/v1/models returned no list of models: {reason}{hint}") from error

@@ -23,6 +23,7 @@ from jaxserve.cli.terminal import console, exit_with_status
 from jaxserve.cli.vllm_spelling import VllmCommand
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.extras import require_extra
 from jaxserve.core.files import ensure_file
 
 if TYPE_CHECKING:
@@ -102,18 +103,22 @@ def compare(
         if run and (path := result.destination()) and path.suffix == ".json":
             raise ConfigError(f"--save-result is {path}, but --run makes several results: give a folder")
         from jaxserve.bench.compare import print_side_by_side
-        from jaxserve.bench.consistency import check_server
         from jaxserve.bench.result import load as read
-        from jaxserve.bench.run import Experiment, run_in_turn
         from jaxserve.cli.publish import check_destination, publish
 
         found = [read(path) for path in results or ()]
-        experiment = Experiment(server, load, dataset, arrivals, trace, progress=not result.quiet)
+        in_turn: Iterable[Result] = ()
         if run:
+            _require_client()
+            from jaxserve.bench.consistency import check_server
+            from jaxserve.bench.run import Experiment, run_in_turn
+
             check_server(server, load)
+            experiment = Experiment(server, load, dataset, arrivals, trace, progress=not result.quiet)
+            in_turn = run_in_turn(experiment, _parse_configurations(run), rounds, memory_gb, _command())
         check_destination(result)
         try:
-            for measured in run_in_turn(experiment, _parse_configurations(run or []), rounds, memory_gb, _command()):
+            for measured in in_turn:
                 publish(measured, result, load)
                 found.append(measured)
         finally:  # compare what was measured, even if a server does not start in a later round
@@ -131,6 +136,7 @@ def report(
     title: Annotated[str | None, typer.Option(help="Title of the page.", show_default=False)] = None,
 ) -> None:
     """Write a self-contained HTML page about results, and its plots as PNG files."""
+    require_extra("bench", "matplotlib", purpose="a report")
     from jaxserve.bench.report import write_report
     from jaxserve.bench.result import load
 
@@ -218,10 +224,15 @@ def startup(
 # -- helpers
 
 
+def _require_client() -> None:
+    require_extra("bench", "aiohttp", purpose="the load client")
+
+
 def _measure(kind: "Kind", load: LoadOptions, result: ResultOptions, server: ServerOptions, *workload: Any) -> None:
     """Measure a server under a workload (dataset, arrivals and trace options) and publish the result."""
     with signals_as_ctrl_c():
         load.metrics()  # raises before anything is sent
+        _require_client()
         from jaxserve.bench.run import Experiment, run_experiment
         from jaxserve.cli.publish import check_destination, publish
 
@@ -281,6 +292,7 @@ def _calibrate(path: Path, calibration: CalibrateOptions, engine: EngineConfig, 
     with signals_as_ctrl_c():
         if path.suffix not in (".yaml", ".yml"):
             raise ConfigError(f"--calibrate is {path}: the hardware file must end in .yaml or .yml")
+        _require_client()
         from rich.console import Console
 
         from jaxserve.bench.offline.calibrate import calibrate, print_calibration, save

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-import httpx
+import httpx2
 
 from jaxserve.core.errors import ConfigError, JaxserveError
 
-TIMEOUT = httpx.Timeout(10.0)  # s; events come every second
+TIMEOUT = httpx2.Timeout(10.0)  # s; events come every second
 YAML = "application/yaml"
 
 
@@ -28,12 +28,12 @@ class PlanClient:
         self._url = url.rstrip("/")
         headers = {b"authorization": b"Bearer " + admin_key.encode()} if admin_key else {}
         try:
-            scheme = httpx.URL(self._url).scheme
-        except httpx.InvalidURL as error:
+            scheme = httpx2.URL(self._url).scheme
+        except httpx2.InvalidURL as error:
             raise ConfigError(f"invalid address {url!r}: {error} (--url)") from error
         if scheme not in ("http", "https"):
             raise ConfigError(f"invalid address {url!r}: give one such as http://127.0.0.1:8000 (--url)")
-        self._http = httpx.Client(base_url=self._url, headers=headers, timeout=TIMEOUT)
+        self._http = httpx2.Client(base_url=self._url, headers=headers, timeout=TIMEOUT)
 
     def __enter__(self) -> "PlanClient":
         return self
@@ -95,19 +95,19 @@ class PlanClient:
                         return
                     if data:
                         yield _event(data)
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise self._unreachable(error) from error
 
-    def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
+    def _request(self, method: str, path: str, **options: Any) -> httpx2.Response:
         try:
             response = self._http.request(method, path, **options)
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise self._unreachable(error) from error
         if response.is_error:
             raise _refusal(response)
         return response
 
-    def _unreachable(self, error: httpx.TransportError) -> JaxserveError:
+    def _unreachable(self, error: httpx2.TransportError) -> JaxserveError:
         return JaxserveError(f"cannot reach {self._url}: {error or type(error).__name__} (--url or JAXSERVE_URL)")
 
 
@@ -118,12 +118,12 @@ def _event(data: str) -> dict[str, Any]:
     return event
 
 
-def _mapping(response: httpx.Response) -> dict[str, Any]:
+def _mapping(response: httpx2.Response) -> dict[str, Any]:
     found: dict[str, Any] = response.json()
     return found
 
 
-def _refusal(response: httpx.Response) -> ServerRefused:
+def _refusal(response: httpx2.Response) -> ServerRefused:
     """Return the server's message, or its status if it does not seem to be a jaxserve server."""
     try:
         message = str(response.json()["error"]["message"])

@@ -11,6 +11,7 @@ from jaxserve.calibration.sensitivity.profile import FILE_NAME, LayerLosses, Qua
 from jaxserve.cli.phases import phases
 from jaxserve.cli.terminal import console
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.extras import require_extra
 from jaxserve.core.files import ensure_file, write_file
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ def profile(
     """Measure what each of a model's layers loses in fewer bits, by which policies choose the layers to change."""
     chosen = tuple(dict.fromkeys(name.strip() for name in precisions.split(",") if name.strip()))
     score_weights = _parse_weights(weights)
+    if compare_orders:
+        require_extra("bench", "matplotlib", purpose="the plot of orders")
     from jaxserve.calibration.sensitivity.run import Options, profile_model
     from jaxserve.cli.own_text import sampler
     from jaxserve.core.bundled import bundled_model_path

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from jaxserve.bench.offline.options import Row, StartupOptions, changed_fields
 from jaxserve.bench.spawn import spawned
@@ -95,7 +95,7 @@ def server(config: EngineConfig, timeout_s: float) -> Measured:
 
 def first_token(url: str, timeout_s: float) -> None:
     """Wait for the first event of a streamed completion. Raise ConfigError if there is none."""
-    with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as client:
+    with httpx2.Client(base_url=url, timeout=timeout_s, trust_env=False) as client:
         name = client.get("/v1/models").json()["data"][0]["id"]
         body = {"model": name, "prompt": [3, 4, 5], "max_tokens": 1, "stream": True, "ignore_eos": True}
         with client.stream("POST", "/v1/completions", json=body) as response:

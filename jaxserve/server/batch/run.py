@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import httpx2
 from fastapi import FastAPI
 from pydantic_core import from_json, to_json
 
@@ -112,7 +112,7 @@ class _Run:
         self, app: FastAPI, batch: Batch, answers: AnswersFile, progress: Progress, on_progress: Callable[[], None]
     ):
         self._client: EngineClient = app.state.server.client()
-        self._transport = httpx.ASGITransport(app)
+        self._transport = httpx2.ASGITransport(app)
         self._batch, self._answers = batch, answers
         self._progress, self._on_progress = progress, on_progress
         self._window = Window(self._client.info.max_queued_requests)
@@ -160,7 +160,7 @@ class _Run:
     async def _send(self, request: BatchRequest) -> tuple[int, str | None, bytes]:
         """Return the status of the app's response, its id and its body."""
         try:
-            sent = httpx.Request("POST", SERVER + request.url, headers=HEADERS, content=request.body)
+            sent = httpx2.Request("POST", SERVER + request.url, headers=HEADERS, content=request.body)
             response = await self._transport.handle_async_request(sent)
             return response.status_code, response.headers.get("x-request-id"), await response.aread()
         except Exception as error:
