@@ -8,12 +8,14 @@ from typing import Any, NoReturn, Unpack
 import numpy as np
 
 from jaxserve.build import build_async_engine
+from jaxserve.console.progress import start_progress
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_options import EngineOptions
 from jaxserve.core.errors import RequestError
 from jaxserve.core.keywords import explains_keywords, missing_attribute
 from jaxserve.core.options import keyword_signature
 from jaxserve.core.plain_values import plain
+from jaxserve.core.progress import Progress
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.vllm_attributes import ASYNC_METHODS
@@ -26,13 +28,16 @@ from jaxserve.engine.prompts import PromptLike, as_params, as_prompt, chat_promp
 class AsyncLLM:
     """A model that many tasks may use at once. Use it as an asynchronous context manager, or await `close`."""
 
-    def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]):
+    def __init__(
+        self, model: str | Path | None = None, *, progress: bool | Progress = True, **options: Unpack[EngineOptions]
+    ):
         """`model`: a directory in Hugging Face layout (default: the bundled model).
 
-        `options`: the fields of `EngineConfig`, described in docs/options.md. Raise `ConfigError`, `CheckpointError` or
-        `MemoryBudgetError` if the engine cannot start.
+        `options` and `progress`: as for `LLM`. Raise `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the
+        engine cannot start.
         """
-        self._engine = build_async_engine(EngineConfig(model=model, **options))
+        with start_progress(progress) as report:
+            self._engine = build_async_engine(EngineConfig(model=model, **options), report)
 
     @property
     def engine(self) -> AsyncEngine:

@@ -9,12 +9,13 @@ from typing import Any, NoReturn, Unpack
 import numpy as np
 
 from jaxserve.build import build_engine
+from jaxserve.console.progress import progress_bar, start_progress
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_options import EngineOptions
 from jaxserve.core.errors import EngineStopped, NoTokenizer, RequestError
 from jaxserve.core.keywords import explains_keywords, missing_attribute
 from jaxserve.core.options import keyword_signature
-from jaxserve.core.progress import Progress, ignore_progress
+from jaxserve.core.progress import Progress
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.vllm_attributes import METHODS
@@ -22,7 +23,6 @@ from jaxserve.core.vllm_names import CHAT, EMBED, GENERATE, STREAM, STREAM_CHAT
 from jaxserve.engine.client import Prompt
 from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.outputs import merge
-from jaxserve.engine.progress_bar import ProgressBar
 from jaxserve.engine.prompts import PromptLike, as_params, as_prompt, as_prompts, chat_prompt
 from jaxserve.engine.tokenizer import Tokenizer
 
@@ -37,14 +37,16 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path | None = None, *, progress: Progress = ignore_progress, **options: Unpack[EngineOptions]
+        self, model: str | Path | None = None, *, progress: bool | Progress = True, **options: Unpack[EngineOptions]
     ):
         """`model`: a directory in Hugging Face layout (default: the bundled model).
 
-        `options`: the fields of `EngineConfig`, described in docs/options.md. `progress`: called while the engine
-        starts. Raise `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the engine cannot start.
+        `options`: the fields of `EngineConfig`, described in docs/options.md. `progress`: whether the start shows how
+        far it has come, or a function that is called with (activity, items done, items in all) instead. Raise
+        `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the engine cannot start.
         """
-        self._engine = build_engine(EngineConfig(model=model, **options), progress)
+        with start_progress(progress) as report:
+            self._engine = build_engine(EngineConfig(model=model, **options), report)
         self._thread = EngineThread(self._engine)
         self._closed = False
 
@@ -225,13 +227,11 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         with ExitStack() as leaving:
             call = leaving.enter_context(closing(self._thread.call(requests, embed=embed)))
-            progress = None
-            if use_tqdm:
-                progress = leaving.enter_context(ProgressBar(len(requests), "req", "Requests"))
+            bar = leaving.enter_context(progress_bar("requests", len(requests), shown=bool(use_tqdm)))
             for piece in call:
                 outputs[piece.request_id] = merge(outputs.get(piece.request_id), piece)
-                if progress is not None:
-                    progress.update(piece.finished)
+                if piece.finished:
+                    bar.advance()
         return [outputs[request_id] for request_id in call.request_ids]
 
     def _stream(self, prompt: Prompt, params: SamplingParams) -> Generator[RequestOutput, None, None]:

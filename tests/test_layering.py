@@ -20,6 +20,7 @@ WEB = ("fastapi", "starlette", "uvicorn", "pydantic")
 JAX = ("jax", "jaxlib", "flax")
 JAX_FREE = (
     "jaxserve.core",
+    "jaxserve.console",
     "jaxserve.kvcache",
     "jaxserve.scheduler",
     "jaxserve.control",

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from jaxserve.bench.client import Client, Target
 from jaxserve.bench.consistency import check_server, check_workload
@@ -22,6 +21,7 @@ from jaxserve.bench.server import discover, request_target, served_vocabulary, s
 from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.bench.workload import Sample, Workload
 from jaxserve.bench.workload_builder import build_workload
+from jaxserve.console.progress import progress_bar
 from jaxserve.core.errors import ConfigError
 
 
@@ -130,10 +130,10 @@ async def _measure(
     """Return the load, the server's series and the figures of its queue."""
     async with Client(target) as client:
         await asyncio.gather(*(_warm_up(client, sample) for sample in warmups))
-        with tqdm(total=len(workload.requests), unit="req", disable=None if progress else True) as bar:
+        with progress_bar("requests", len(workload.requests), shown=progress) as bar:
 
             def advance(record: RequestRecord) -> None:
-                bar.update()
+                bar.advance()
 
             async def send_load() -> Load:
                 return await run_load(workload, client, max_concurrency=options.max_concurrency, on_progress=advance)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import httpx2
-from rich.console import Console
 
 from jaxserve.bench.client import OK, Target, refusal
 from jaxserve.bench.options import ServerOptions
@@ -15,6 +14,7 @@ from jaxserve.bench.redaction import masked_text, without_key
 from jaxserve.bench.spawn import spawned
 from jaxserve.bench.stream import on_one_line
 from jaxserve.bench.vocabulary import Vocabulary
+from jaxserve.console.progress import progress_bar
 from jaxserve.core.errors import ConfigError, JaxserveError
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -38,7 +38,7 @@ def serving(server: ServerOptions) -> Iterator[str]:
         yield server.url.rstrip("/").removesuffix("/v1")
         return
     with contextlib.ExitStack() as stack:
-        with Console(stderr=True).status("starting the server"):
+        with progress_bar("starting the server", keep=False):
             url = stack.enter_context(spawned(shlex.split(server.serve_args), timeout_s=server.spawn_timeout))
         yield url
 

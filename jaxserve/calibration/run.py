@@ -2,7 +2,7 @@
 
 import hashlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from jaxserve.calibration.texts import read_texts
 from jaxserve.checkpoint.loader import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.rounding import other_groups
 from jaxserve.checkpoint.variants import FOLDER, Loss, Method, VariantStore, VariantWriter
+from jaxserve.console.progress import Begin, ignore_phases
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.scale_groups import GROUP
@@ -25,7 +26,6 @@ from jaxserve.parallel.devices import devices
 from jaxserve.planning.defaults import dtype_with_quantized
 
 MAX_HELD_OUT = 8  # pieces of the text to measure on
-Begin = Callable[[str, int], Callable[[], None]]  # `cli.phases.Begin`
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def run(
     *,
     sample: Sampler | None = None,
     keep_method: bool = True,
-    begin: Begin = lambda what, steps: lambda: None,
+    begin: Begin = ignore_phases,
 ) -> Result:
     """Quantise a model, measure what that costs, write its variants to `out` and open them.
 

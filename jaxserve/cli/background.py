@@ -62,6 +62,7 @@ def run(wanted: dict[str, Any]) -> None:
         from jaxserve.checkpoint.kept import make_room
         from jaxserve.cli.own_text import sampler
         from jaxserve.compilation.cache import use_persistent_cache
+        from jaxserve.console.progress import ignore_phases
         from jaxserve.core.config import EngineConfig
         from jaxserve.engine.model_tokenizer import load_tokenizer
 
@@ -72,7 +73,7 @@ def run(wanted: dict[str, Any]) -> None:
             use_persistent_cache(None)
             config = EngineConfig(model=chosen.model, tokenizer=chosen.tokenizer)
             tokenizer = load_tokenizer(config, checkpoint.path, checkpoint.config.vocab_size)
-            prepare(chosen, checkpoint, tokenizer, sampler(checkpoint.path, lambda what, steps: lambda: None))
+            prepare(chosen, checkpoint, tokenizer, sampler(checkpoint.path, ignore_phases))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,10 @@ from jaxserve.bench.options import (
     TraceOptions,
 )
 from jaxserve.cli.options import OFFLINE, OptionsOf, expand_options
-from jaxserve.cli.terminal import console, exit_with_status
+from jaxserve.cli.terminal import exit_with_status
 from jaxserve.cli.vllm_spelling import VllmCommand
+from jaxserve.console.bars import console
+from jaxserve.console.progress import progress_bar
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.extras import require_extra
@@ -254,21 +256,15 @@ def _measure_engine(
     """Run an offline measurement and publish its rows, including those measured before Ctrl-C."""
     from datetime import datetime
 
-    from tqdm import tqdm
-
     from jaxserve.bench.environment import describe_environment
     from jaxserve.bench.result import build
     from jaxserve.cli.publish import check_destination, publish
 
     check_destination(options)
     rows, interrupted = [], False
-    with signals_as_ctrl_c(), tqdm(total=steps, disable=True if options.quiet else None) as bar:
-
-        def advance() -> None:
-            bar.update()
-
+    with signals_as_ctrl_c(), progress_bar("measurements", steps, shown=not options.quiet) as bar:
         try:
-            for row in measure(advance):
+            for row in measure(bar.advance):
                 rows.append(row)
         except KeyboardInterrupt:
             interrupted = True
@@ -301,8 +297,8 @@ def _calibrate(path: Path, calibration: CalibrateOptions, engine: EngineConfig, 
         ensure_file(path, "--calibrate")
         precisions = tuple(calibration.precisions.split(","))
         options = CalibrationOptions(path.stem, engine, precisions, calibration.calibration_seconds, seed)
-        with console.status("calibrating") as status:
-            found = calibrate(options, lambda phase: status.update(f"calibrating: {phase}"))
+        with progress_bar("calibrating", keep=False) as bar:
+            found = calibrate(options, lambda phase: bar.update(f"calibrating: {phase}", 0, None))
         save(found, path)
         print_calibration(found, Console(highlight=False))
         console.print(f"saved {path}", markup=False, soft_wrap=True)

@@ -31,13 +31,13 @@ from jaxserve.cli.streams import end_on_write_errors, forgive_write_errors, open
 from jaxserve.cli.terminal import (
     Commands,
     configure_logging,
-    console,
     print_error,
     read_stdin,
     repeat_lost_interrupts,
     replace_unknown_characters,
-    show_progress,
 )
+from jaxserve.console.bars import console
+from jaxserve.console.progress import start_progress
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, NoTokenizer, RequestError
 from jaxserve.core.options import given_options, options_of
@@ -101,7 +101,7 @@ def serve(
         from jaxserve.preparation import prepare_in_background
 
         check_serves_text(engine_config)
-        with show_progress() as progress:
+        with start_progress() as progress:
             built = build(engine_config, controlled=True, progress=progress)
         client = async_engine(built)
         prepare_in_background(built, client)
@@ -181,7 +181,7 @@ def _open_llm(model: str | None, engine: Given, sampling: SamplingOptions) -> It
 
     params = SamplingParams(**given_options(sampling))  # raises before the model is loaded
     configure_logging("warning")
-    with show_progress() as progress:
+    with start_progress() as progress:
         from jaxserve.llm import LLM
 
         llm = LLM(model, **engine, max_num_seqs=1, warmup=False, progress=progress)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxserve.cli.phases import Begin
+from jaxserve.console.progress import Begin
 
 if TYPE_CHECKING:
     from jaxserve.calibration.own_text import Sampler, Start
@@ -34,8 +34,7 @@ def sampler(model: Path, begin: Begin) -> "Sampler":
                 for output in engine.step():
                     tokens = output.outputs[0].token_ids
                     written[output.request_id].extend(tokens)
-                    for _ in tokens:
-                        done()
+                    done(len(tokens))
         finally:
             engine.close()
         return list(written.values())

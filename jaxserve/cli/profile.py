@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from jaxserve.calibration.sensitivity.profile import FILE_NAME, LayerLosses, QualityCurve, Weights
-from jaxserve.cli.phases import phases
-from jaxserve.cli.terminal import console
+from jaxserve.console.bars import console
+from jaxserve.console.progress import phases
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.extras import require_extra
 from jaxserve.core.files import ensure_file, write_file

@@ -7,7 +7,7 @@ from typing import Any
 from jaxserve.bench.options import LoadOptions, ResultOptions
 from jaxserve.bench.result import label, save
 from jaxserve.bench.table import print_result
-from jaxserve.cli.terminal import console
+from jaxserve.console.bars import console
 from jaxserve.core.files import ensure_file, ensure_folder
 
 # File systems limit a name to 255 bytes, and a character takes up to 4.

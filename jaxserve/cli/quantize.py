@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from jaxserve.cli.phases import phases
-from jaxserve.cli.terminal import console
+from jaxserve.console.bars import console
+from jaxserve.console.progress import phases
 
 if TYPE_CHECKING:
     from jaxserve.calibration.pipeline import QuantizationSettings

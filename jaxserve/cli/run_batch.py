@@ -1,7 +1,6 @@
 """The command `jaxserve run-batch`, which imports its implementation only when it runs, so that --help is fast."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,9 @@ import typer
 
 from jaxserve.bench.interrupts import signals_as_ctrl_c
 from jaxserve.cli.options import MODEL, Given, OptionsOf, expand_options
-from jaxserve.cli.terminal import configure_logging, console, progress_bar, show_progress
+from jaxserve.cli.terminal import configure_logging
+from jaxserve.console.bars import console
+from jaxserve.console.progress import progress_bar, start_progress
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import ensure_file
@@ -81,14 +82,13 @@ def _run(config: EngineConfig, settings: ServerSettings, batch: "Batch", progres
     """Load the model, and answer what is left of a batch."""
     from jaxserve.build import build_async_engine
 
-    with show_progress() as show:
+    with start_progress() as show:
         client = build_async_engine(config, show)
-    # Where there is no terminal, the line at the end is enough.
-    with progress_bar() if console.is_terminal else contextlib.nullcontext(lambda *_: None) as bar:
+    with progress_bar("requests", progress.total, keep=False) as bar:
 
         def on_progress() -> None:
             failed = f" ({progress.failed} failed)" if progress.failed else ""
-            bar(f"requests{failed}", progress.done, progress.total)
+            bar.update(f"requests{failed}", progress.done, progress.total)
 
         asyncio.run(_answer(client, settings, batch, progress, on_progress))
 

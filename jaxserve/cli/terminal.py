@@ -1,4 +1,4 @@
-"""Terminal output shared by the commands: error messages, Ctrl-C, and the progress of an engine's start."""
+"""Terminal output shared by the commands: error messages, logs and Ctrl-C."""
 
 import contextlib
 import errno
@@ -7,21 +7,16 @@ import logging
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
+from jaxserve.console.bars import console
 from jaxserve.core.errors import ConfigError, JaxserveError
-from jaxserve.core.progress import COMPILING, Progress
 from jaxserve.core.vllm_options import ENGINE
 
-console = Console(stderr=True, highlight=False)
-PROGRESS_INTERVAL_S = 10  # between progress lines, where the output is not a terminal
 REPEAT_INTERRUPT_S = 0.05
 INTERRUPTED = 130  # exit status after Ctrl-C, the convention of shells
 # Errors of reading or writing a file that is open, which do not name it.
@@ -142,64 +137,3 @@ def read_stdin() -> str:
     if sys.stdin is None:
         raise ConfigError("standard input is closed")
     return sys.stdin.read()
-
-
-@contextlib.contextmanager
-def show_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
-    """Show the progress of an engine's start: a bar in a terminal, elsewhere a line every ten seconds.
-
-    At the end, print how many programs were compiled, if any, and that the next start will load them.
-    """
-    with progress_bar() if console.is_terminal else _lines(clock) as show:
-        compiling = _Compiling(clock)
-
-        def progress(doing: str, done: int, total: int) -> None:
-            compiling.note(doing, done)
-            show(doing, done, total)
-
-        yield progress
-    if compiling.programs:
-        console.print(
-            f"compiled {compiling.programs} programs in {compiling.seconds:.0f} s; the next start of this model with "
-            "these options loads them",
-            soft_wrap=True,
-        )
-
-
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """Show a bar in the terminal, which vanishes at the end."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Bar(*columns, console=console, transient=True) as bar:
-        # Rich hides the cursor, which would stay hidden if a signal ends the process at once.
-        console.show_cursor(True)
-        task = bar.add_task("starting", total=None)
-        yield lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total)
-
-
-@contextlib.contextmanager
-def _lines(clock: Callable[[], float]) -> Iterator[Progress]:
-    last = clock()
-
-    def show(doing: str, done: int, total: int) -> None:
-        nonlocal last
-        if clock() - last >= PROGRESS_INTERVAL_S:
-            last = clock()
-            console.print(f"{doing}: {done} of {total}", soft_wrap=True)
-
-    yield show
-
-
-class _Compiling:
-    """The number of programs that a start compiles, and how long that takes."""
-
-    def __init__(self, clock: Callable[[], float]):
-        self._clock = clock
-        self._began: float | None = None
-        self.programs, self.seconds = 0, 0.0
-
-    def note(self, doing: str, done: int) -> None:
-        """Take note of one progress report."""
-        if doing == COMPILING:
-            self._began = self._clock() if self._began is None else self._began
-            self.programs, self.seconds = max(self.programs, done), self._clock() - self._began

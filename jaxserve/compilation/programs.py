@@ -1,9 +1,10 @@
 """Programs, and their parallel compilation ahead of the first use, from the shapes of arguments alone."""
 
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any, Protocol
 
 import jax
@@ -90,6 +91,8 @@ class Compiler:
         self._saved = saved or SavedPrograms()
         self._progress = progress
         self._activity = LOADING  # until something has to be compiled
+        self._ready = 0  # executables
+        self._counting = Lock()  # of `_ready`
         self._tasks: dict[tuple[Program, Hashable], _Task] = {}
         self._named: dict[str, _Task] = {}  # the same by signature
         self._threads: ThreadPoolExecutor | None = None
@@ -105,19 +108,23 @@ class Compiler:
         if task is None:
             task = self._start(program, key, jax.tree.map(abstract, arguments), static)
             self._tasks[program, key] = task
-            self._progress(self._activity, 0, len(self._tasks))
+            self._report()
         return task.results
 
     def wait(self) -> None:
         """Wait until all started executables are ready, and raise the first error among them."""
-        for index, task in enumerate(self._tasks.values(), start=1):
-            if not task.future.result():  # an executable that could not be loaded
-                self._compile(task.program, task.key, task.arguments, task.static)
-            self._progress(self._activity, index, len(self._tasks))
+        for index, future in enumerate(as_completed(task.future for task in self._tasks.values()), start=1):
+            future.result()
+            self._report()
             if self._activity == COMPILING and index % TRIM_EVERY == 0:
                 trim_heap()
+        for task in self._tasks.values():
+            if not task.future.result():  # an executable that could not be loaded
+                self._compile(task.program, task.key, task.arguments, task.static)
+                self._report()
         self._tasks.clear()
         self._named.clear()
+        self._ready = 0
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
@@ -164,7 +171,7 @@ class Compiler:
             same.future.exception()  # wait for the executable that this one is copied from
         loaded = self._saved.load(name, arguments, mesh)
         if loaded is not None:
-            program.executables[key] = loaded
+            self._put(program, key, loaded)
         return loaded is not None
 
     def _compile(self, program: Program, key: Hashable, arguments: tuple, static: tuple) -> None:
@@ -172,8 +179,16 @@ class Compiler:
         self._compile_lowered(program, key, signature(program.name, static, arguments), lowered)
 
     def _compile_lowered(self, program: Program, key: Hashable, name: str, lowered: jax.stages.Lowered) -> bool:
-        program.executables[key] = self._saved.compile(name, lowered)
+        self._put(program, key, self._saved.compile(name, lowered))
         return True
+
+    def _put(self, program: Program, key: Hashable, executable: Callable) -> None:
+        program.executables[key] = executable
+        with self._counting:
+            self._ready += 1
+
+    def _report(self) -> None:
+        self._progress(self._activity, self._ready, len(self._tasks))
 
 
 def compile_threads() -> int:

@@ -7,14 +7,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tqdm import tqdm
-
 from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.metrics import PERCENTILES, summarize
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, TraceOptions
 from jaxserve.bench.prometheus import parse
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.result import Result, build, plain
+from jaxserve.console.progress import progress_bar
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
 from jaxserve.sim.build import BuiltSimulation, build_simulation
 from jaxserve.sim.cluster import Cluster, parse_cluster, resolve_cluster
@@ -143,10 +142,10 @@ def simulate(
     """Run a simulation to its end, or until Ctrl-C, and return the results of its requests."""
     collected = CollectedAnswers(RequestColumns(workload.trace), [] if detailed else None)
     try:
-        with tqdm(total=len(workload), unit="req", disable=None if progress else True) as bar:
+        with progress_bar("simulated requests", len(workload), shown=progress) as bar:
             for answered in built.simulation.run(workload.requests()):
                 collected.take(answered)
-                bar.update()
+                bar.advance()
                 if collected.count == len(workload):
                     built.sampler.finish()
     except KeyboardInterrupt:

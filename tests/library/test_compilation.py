@@ -1,13 +1,15 @@
 """Compilation: none while serving after warm-up, and the fused tier takes over without changing answers."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from jaxserve.build import BuiltEngine, build
-from jaxserve.compilation.programs import Program
+from jaxserve.compilation.programs import Compiler, Program
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.progress import COMPILING, LOADING, QUANTISING, READING
 from jaxserve.core.sampling import SamplingParams
@@ -174,6 +176,23 @@ def test_second_start_traces_nothing_and_gives_equal_answers(
         built.close()
     assert lowered == []
     assert answers[0] == answers[1]
+
+
+def test_programs_count_as_soon_as_they_are_there() -> None:
+    reported: list[tuple[str, int, int]] = []
+    compiler = Compiler(progress=lambda *how: reported.append(how))
+    first, second = Program("first", jax.jit(lambda x: x + 1)), Program("second", jax.jit(lambda x: x + 2))
+    compiler.compile(first, "key", np.zeros(3, np.float32))
+    deadline = time.monotonic() + 60
+    while "key" not in first.executables:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    compiler.compile(second, "key", np.zeros(3, np.float32))
+    _, done, total = reported[-1]
+    assert done >= 1
+    assert total == 2
+    compiler.wait()
+    assert reported[-1][1:] == (2, 2)
 
 
 def test_start_reports_its_progress(tiny_model: Path) -> None:

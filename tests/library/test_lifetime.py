@@ -14,6 +14,7 @@ import jax
 import pytest
 
 from jaxserve import LLM, AsyncLLM, SamplingParams
+from jaxserve.console import progress
 from tests.support.internals import executor_of
 
 
@@ -129,3 +130,33 @@ def test_llm_is_neither_pickled_nor_copied(tiny_model: Path) -> None:
             with pytest.raises(TypeError, match="an LLM cannot be pickled or copied: open the model in each process"):
                 attempt(llm)
         assert llm.generate([[3, 4, 5]], use_tqdm=False)
+
+
+def test_start_shows_its_progress_unless_it_is_told_not_to(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.0)
+    reported: list[str] = []
+    written = []
+    for choice in ({}, {"progress": False}, {"progress": lambda doing, done, total: reported.append(doing)}):
+        with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4, **choice) as llm:
+            written.append(capsys.readouterr().err)
+            llm.generate([[3, 4, 5]] * 2, SamplingParams(max_tokens=1), use_tqdm=not choice)
+            written.append(capsys.readouterr().err)
+    assert "reading weights: 1 of " in written[0]
+    assert written[1].splitlines() == ["requests: 1 of 2, 0 s left", "requests: done in 0 s"]
+    assert written[2:] == ["", "", "", ""]
+    assert "reading weights" in reported
+
+
+def test_start_in_an_event_loop_shows_its_progress(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.0)
+
+    async def start(**choice: bool) -> str:
+        async with AsyncLLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4, **choice):
+            return capsys.readouterr().err
+
+    assert "reading weights: 1 of " in asyncio.run(start())
+    assert asyncio.run(start(progress=False)) == ""

@@ -1,6 +1,6 @@
 """Quality by number of swapped layers, for given orders of swapping. Axes: N sequences of S tokens, E hidden."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.calibration.sensitivity.chain import Hidden, LayerChain, logits
 from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, MDS, RANDOM, LayerScores, QualityCurve
+from jaxserve.console.progress import Begin, ignore_phases
 
 STREAM_BYTES = 2 << 30  # of all hidden states in memory
 Set = frozenset[int]
-Begin = Callable[[str, int], Callable[[], None]]  # `cli.phases.Begin`
 
 
 def orders(scores: LayerScores, seeds: int) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -42,7 +42,7 @@ def curves(
     precision: str,
     compared: dict[str, tuple[tuple[int, ...], ...]],
     at: Sequence[int],
-    begin: Begin = lambda what, steps: lambda: None,
+    begin: Begin = ignore_phases,
 ) -> dict[str, tuple[QualityCurve, ...]]:
     """Measure the quality along each order, at the numbers `at` of swapped layers."""
     sets = {frozenset(order[:count]) for group in compared.values() for order in group for count in at}
@@ -60,7 +60,7 @@ def qualities(
     rows: Int[np.ndarray, "N S+1"],
     precision: str,
     sets: Iterable[Set],
-    begin: Begin = lambda what, steps: lambda: None,
+    begin: Begin = ignore_phases,
 ) -> dict[Set, Float[np.ndarray, "3"]]:
     """Return (cross-entropy, KL to full precision, top-1 agreement) for each set of swapped layers.
 

@@ -10,7 +10,7 @@ from jaxtyping import Int
 
 from jaxserve.calibration.own_text import FILE_NAME as OWN_TEXT, Sampler, text_of
 from jaxserve.calibration.sensitivity.chain import LayerChain, Variants
-from jaxserve.calibration.sensitivity.curves import Begin, curves, orders, points, qualities
+from jaxserve.calibration.sensitivity.curves import curves, orders, points, qualities
 from jaxserve.calibration.sensitivity.greedy import rank
 from jaxserve.calibration.sensitivity.measures import Measures, Positions
 from jaxserve.calibration.sensitivity.profile import LayerLosses, LayerScores, SensitivityProfile, Text, Weights
@@ -19,6 +19,7 @@ from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.kept import kept_folder
 from jaxserve.checkpoint.variants import VariantStore, fingerprint
 from jaxserve.compilation.cache import user_cache_folder
+from jaxserve.console.progress import Begin, ignore_phases
 from jaxserve.core.block_names import layer_name
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import writing
@@ -52,7 +53,7 @@ def profile_model(
     calib: Path | None,
     held_out: Path | None,
     options: Options,
-    begin: Begin = lambda what, steps: lambda: None,
+    begin: Begin = ignore_phases,
     sample: Sampler | None = None,
 ) -> SensitivityProfile:
     """Measure what each layer loses in each precision on a text. Without `calib`, the model writes it by `sample`.
@@ -96,7 +97,7 @@ def make_profile(
     calibration: Rows,
     held_out: Rows | None,
     options: Options,
-    begin: Begin = lambda what, steps: lambda: None,
+    begin: Begin = ignore_phases,
 ) -> SensitivityProfile:
     """Make the profile of an open checkpoint from the rows of a text. Orders are compared on `held_out`, if given."""
     variants, methods = _variants(checkpoint, options)
@@ -128,7 +129,7 @@ def layer_losses(
     chain: LayerChain,
     rows: Int[np.ndarray, "N S+1"],
     precision: str,
-    begin: Begin = lambda what, steps: lambda: None,
+    begin: Begin = ignore_phases,
 ) -> LayerLosses:
     """Measure what a text loses with each layer alone in a precision, and with all of them."""
     layers = range(chain.config.num_layers)
