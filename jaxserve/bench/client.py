@@ -16,6 +16,7 @@ from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.redaction import without_key
 from jaxserve.bench.stream import AnswerReader, EventParser, message_of, on_one_line
 from jaxserve.bench.workload import Sample
+from jaxserve.core.server_address import ServerAddress, trusted_authorities
 
 OK = 200
 HOURS = 3600.0
@@ -36,9 +37,14 @@ class Target:
     timeout_s: float = 6 * HOURS
 
     @property
+    def address(self) -> ServerAddress:
+        """Where requests are sent."""
+        return ServerAddress.parse(self.base_url)
+
+    @property
     def url(self) -> str:
         """The URL that requests are posted to."""
-        return self.base_url.rstrip("/") + self.endpoint
+        return self.address.base_url + self.endpoint
 
     @property
     def is_chat(self) -> bool:
@@ -74,13 +80,17 @@ class Client:
 
     def __init__(self, target: Target):
         self.target = target
+        self._url, self._socket = target.url, target.address.socket
         self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if target.api_key:
             self._headers["authorization"] = f"Bearer {target.api_key}"
 
     async def __aenter__(self) -> Self:
+        options: dict[str, Any] = {"limit": 0, "keepalive_timeout": KEEP_ALIVE_S}
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            connector=aiohttp.UnixConnector(self._socket, **options)
+            if self._socket
+            else aiohttp.TCPConnector(ssl=trusted_authorities(), **options),
             cookie_jar=aiohttp.DummyCookieJar(),  # requests stand for different users
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
@@ -104,7 +114,7 @@ class Client:
                 record.sent_s = now()
                 async with (
                     asyncio.timeout(self.target.timeout_s),
-                    self._http.post(self.target.url, data=body, allow_redirects=False) as response,
+                    self._http.post(self._url, data=body, allow_redirects=False) as response,
                 ):
                     record.status = response.status
                     if response.status == OK:

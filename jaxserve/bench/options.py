@@ -16,9 +16,10 @@ METRICS = ("ttft", "tpot", "itl", "e2el", "queue")
 class ServerOptions:
     """Options of the measured server and of every request sent to it."""
 
-    base_url: Annotated[str | None, Option("Server", "Where the server listens.", default="http://127.0.0.1:8000")] = (
-        None
-    )
+    base_url: Annotated[
+        str | None,
+        Option("Server", "Where the server listens; unix:PATH for a Unix socket.", default="http://127.0.0.1:8000"),
+    ] = None
     host: Annotated[str | None, Option("Server", "Host of --base-url, as for vLLM.")] = None
     port: Annotated[int | None, Option("Server", "Port of --base-url, as for vLLM.", minimum=1, maximum=65535)] = None
     spawn: Annotated[bool, Option("Server", "Start a jaxserve server for this run, and stop it at the end.")] = False

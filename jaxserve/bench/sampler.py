@@ -10,6 +10,7 @@ from typing import Any, Self
 import httpx2
 
 from jaxserve.bench.prometheus import Scrape, parse
+from jaxserve.core.server_address import ServerAddress, trusted_authorities
 
 TIMEOUT_S = 10.0  # for one page, as a server may be busy
 QUEUE_TIME = "request_queue_time_seconds"
@@ -34,8 +35,13 @@ class MetricsSampler:
     ):
         """`on_scrape` is called with the clock's time and the scrape, for each scrape as it arrives."""
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._url = f"{base_url.rstrip('/')}/metrics"
-        self._http = httpx2.AsyncClient(headers=headers, timeout=TIMEOUT_S, trust_env=False)
+        address = ServerAddress.parse(base_url)
+        self._url = f"{address.base_url}/metrics"
+        transport = httpx2.AsyncHTTPTransport(uds=address.socket) if address.socket else None
+        trusted = trusted_authorities()
+        self._http = httpx2.AsyncClient(
+            headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=trusted, transport=transport
+        )
         self._interval_s = interval_s
         self._clock = clock
         self._on_scrape = on_scrape

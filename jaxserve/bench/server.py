@@ -16,6 +16,7 @@ from jaxserve.bench.stream import on_one_line
 from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.console.progress import progress_bar
 from jaxserve.core.errors import ConfigError, JaxserveError
+from jaxserve.core.server_address import ServerAddress, trust_hint, trusted_authorities
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 NO_MODEL_LIST = (404, 405, 501)  # statuses of servers without /v1/models
@@ -50,17 +51,19 @@ def discover(base_url: str, server: ServerOptions) -> ServedModel:
     or if the requested model is not served.
     """
     headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
-    where = masked_text(base_url)
+    where, address = masked_text(base_url), ServerAddress.parse(base_url)
+    transport = httpx2.HTTPTransport(uds=address.socket) if address.socket else None
     try:
-        answer = httpx2.get(f"{base_url}/v1/models", headers=headers, timeout=30, trust_env=False)
+        with httpx2.Client(timeout=30, trust_env=False, verify=trusted_authorities(), transport=transport) as http:
+            answer = http.get(f"{address.base_url}/v1/models", headers=headers)
         if answer.status_code in NO_MODEL_LIST and server.model:
             return ServedModel(server.model, None, None)
         if answer.status_code != OK:
             raise ValueError(refusal(answer.status_code, answer.content))
         models = [ServedModel(m["id"], m.get("root"), m.get("max_model_len")) for m in answer.json()["data"]]
     except httpx2.ConnectError as error:
-        hint = "give the address of a running server (--base-url), or --spawn to start one"
-        raise ConfigError(f"cannot reach {where}: {on_one_line(str(error))}: {hint}") from error
+        hint = trust_hint(error) or ": give the address of a running server (--base-url), or --spawn to start one"
+        raise ConfigError(f"cannot reach {where}: {on_one_line(str(error))}{hint}") from error
     except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = on_one_line(without_key(masked_text(str(error)), server.api_key)) or type(error).__name__
         hint = " (--api-key)" if reason.startswith(UNAUTHORIZED) else ""

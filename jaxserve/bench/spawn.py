@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxserve.core.errors import JaxserveError
 
 SERVE = (sys.executable, "-m", "jaxserve.cli.main", "serve")
-READY = re.compile(r"is ready: .* at (https?://\S+)\s")
+READY = re.compile(r"is ready: .* at ((?:https?://|unix:)\S+)\s")
 POLL_S = 0.05
 GRACE_S = 20.0  # between SIGTERM and SIGKILL
 TAIL_LINES = 20

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
@@ -192,13 +193,25 @@ def _open_llm(model: str | None, engine: Given, sampling: SamplingOptions) -> It
 
 def _print_ready(urls: Sequence[str], client: "EngineClient", settings: ServerSettings) -> None:
     """Print that the server is ready, where, and a `curl` command to try it with."""
-    url = urls[0]
+    curl, url = _curl(urls[0], settings)
     name = (settings.served_model_names or (client.info.name,))[0]
     body = json.dumps({"model": name, "prompt": _example_prompt(client), "max_tokens": 64, "temperature": 0})
     key = ' -H "authorization: Bearer $JAXSERVE_API_KEY"' if settings.api_keys else ""
     print(f"jaxserve is ready: {name} at {' and '.join(urls)} ({client.info.max_model_len} tokens of context)")
-    print(f"curl {url}/v1/completions -H 'content-type: application/json'{key} -d '{body}'")
-    print(f"dashboard: {url}/dashboard", flush=True)
+    print(f"{curl} {url}/v1/completions -H 'content-type: application/json'{key} -d '{body}'", flush=True)
+    if settings.uds is None:
+        print(f"dashboard: {url}/dashboard", flush=True)
+
+
+def _curl(address: str, settings: ServerSettings) -> tuple[str, str]:
+    """Return the command that reaches an address from this machine, and the URL for it.
+
+    Certificates rarely hold a loopback address, so that curl must not check them there.
+    """
+    if settings.uds is not None:
+        return f"curl --unix-socket {shlex.quote(address.removeprefix('unix:'))}", "http://localhost"
+    own = " --cert CERTIFICATE_AND_KEY" if settings.ssl_cert_reqs == 2 else ""
+    return ("curl" if settings.ssl_certfile is None else f"curl --insecure{own}"), address
 
 
 def _example_prompt(client: "EngineClient") -> str | list[int]:

@@ -20,7 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-Url = Annotated[str, typer.Option(help="Address of the server.", envvar="JAXSERVE_URL")]
+Url = Annotated[str, typer.Option(help="Address of the server; unix:PATH for a Unix socket.", envvar="JAXSERVE_URL")]
 AdminKey = Annotated[
     str | None,
     typer.Option(help="The server's admin key, if it has one.", envvar="JAXSERVE_ADMIN_KEY", show_default=False),

@@ -9,6 +9,7 @@ from typing import Any
 import httpx2
 
 from jaxserve.core.errors import ConfigError, JaxserveError
+from jaxserve.core.server_address import ServerAddress, trust_hint, trusted_authorities
 
 TIMEOUT = httpx2.Timeout(10.0)  # s; events come every second
 YAML = "application/yaml"
@@ -26,14 +27,19 @@ class PlanClient:
 
     def __init__(self, url: str, admin_key: str | None):
         self._url = url.rstrip("/")
+        address = ServerAddress.parse(url)
         headers = {b"authorization": b"Bearer " + admin_key.encode()} if admin_key else {}
         try:
-            scheme = httpx2.URL(self._url).scheme
+            scheme = httpx2.URL(address.base_url).scheme
         except httpx2.InvalidURL as error:
             raise ConfigError(f"invalid address {url!r}: {error} (--url)") from error
         if scheme not in ("http", "https"):
             raise ConfigError(f"invalid address {url!r}: give one such as http://127.0.0.1:8000 (--url)")
-        self._http = httpx2.Client(base_url=self._url, headers=headers, timeout=TIMEOUT)
+        transport = httpx2.HTTPTransport(uds=address.socket) if address.socket else None
+        trusted = trusted_authorities()
+        self._http = httpx2.Client(
+            base_url=address.base_url, headers=headers, timeout=TIMEOUT, transport=transport, verify=trusted
+        )
 
     def __enter__(self) -> "PlanClient":
         return self
@@ -108,7 +114,8 @@ class PlanClient:
         return response
 
     def _unreachable(self, error: httpx2.TransportError) -> JaxserveError:
-        return JaxserveError(f"cannot reach {self._url}: {error or type(error).__name__} (--url or JAXSERVE_URL)")
+        reason = f"{error or type(error).__name__}{trust_hint(error)}"
+        return JaxserveError(f"cannot reach {self._url}: {reason} (--url or JAXSERVE_URL)")
 
 
 def _event(data: str) -> dict[str, Any]:

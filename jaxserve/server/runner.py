@@ -6,6 +6,7 @@ signal, or a signal while the model is loading, ends the process at once.
 """
 
 import asyncio
+import contextlib
 import gc
 import logging
 import math
@@ -25,7 +26,8 @@ from jaxserve.engine.client import EngineClient
 from jaxserve.server.app import create_app
 from jaxserve.server.http import open_files
 from jaxserve.server.http.connections import MAX_HEAD_BYTES, Connections, HttpProtocol, HttpServer
-from jaxserve.server.http.listening import listen, urls
+from jaxserve.server.http.listening import listen, listen_on_file, remove_socket_file, urls
+from jaxserve.server.http.tls import Certificates, certificates
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 
@@ -40,19 +42,37 @@ Load = Callable[[], EngineClient]
 def run_server(load: Load, settings: ServerSettings, on_ready: Callable[[Sequence[str], EngineClient], None]) -> None:
     """Serve until a signal. `load` builds the engine in a thread, and `on_ready(urls, client)` is then called once.
 
-    Raise ConfigError if the address cannot be bound, and any exception that `load` raises.
+    Raise ConfigError if the address cannot be bound or a file of TLS cannot be used, and any exception that `load`
+    raises.
     """
+    tls = certificates(settings)
     open_files.raise_limit()
     # Imports modules that the first request would import, when perhaps no file can be opened any more.
     anyio.run(anyio.sleep, 0)
-    listeners = listen(settings.host, settings.port)
+    listeners = _listeners(settings)
     app = create_app(None, settings)
     config = server_config(app, settings)
-    server = DrainingServer(config, app, load, settings)
-    server.on_loaded = lambda client: on_ready(urls(listeners), client)
-    server.run(sockets=listeners)
+    server = DrainingServer(config, tls, app, load, settings)
+    server.on_loaded = lambda client: on_ready(urls(listeners, "http" if tls is None else "https"), client)
+    try:
+        server.run(sockets=listeners)
+    finally:
+        _remove_socket_file(settings)
     if server.load_error is not None:
         raise server.load_error
+
+
+def _listeners(settings: ServerSettings) -> list[socket.socket]:
+    if settings.uds is None:
+        return listen(settings.host, settings.port)
+    return [listen_on_file(str(settings.uds), settings.socket_mode)]
+
+
+def _remove_socket_file(settings: ServerSettings) -> None:
+    """Remove the file of a Unix socket after it was closed, unless another server listens on it by now."""
+    if settings.uds is not None:
+        with contextlib.suppress(OSError):
+            remove_socket_file(str(settings.uds))
 
 
 def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
@@ -76,12 +96,16 @@ def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
 class DrainingServer(HttpServer):
     """A server that loads its engine while it answers probes, and drains the engine before it closes."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, load: Load, settings: ServerSettings):
-        super().__init__(config)
+    def __init__(
+        self, config: uvicorn.Config, tls: Certificates | None, app: FastAPI, load: Load, settings: ServerSettings
+    ):
+        super().__init__(config, tls)
         self.on_loaded: Callable[[EngineClient], None] = lambda client: None
         self.load_error: BaseException | None = None
         self._state: ServerState = app.state.server
         self._load = load
+        self._settings = settings
+        self._listeners: list[socket.socket] = []
         self._delay, self._timeout = settings.shutdown_delay, settings.shutdown_timeout  # seconds
         self._signals = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,6 +113,7 @@ class DrainingServer(HttpServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen, and to load the engine in a thread."""
         self._loop = asyncio.get_running_loop()
+        self._listeners = sockets or []
         await super().startup(sockets)
         threading.Thread(target=self._load_engine, name="jaxserve-load", daemon=True).start()
 
@@ -96,6 +121,9 @@ class DrainingServer(HttpServer):
         """Drain at the first signal, and end the process at the second. Runs in the main thread as a signal handler."""
         self._signals += 1
         if self._signals > 1 or self._state.loaded is None:
+            for listener in self._listeners:
+                os.close(listener.detach())  # the event loop would put off a mere `close`
+            _remove_socket_file(self._settings)
             os._exit(128 + sig)
         self._loop.call_soon_threadsafe(self._start_draining, signal.Signals(sig).name)
 

@@ -1,7 +1,9 @@
 """The options of the HTTP server."""
 
 import ipaddress
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxserve.core.errors import ConfigError
@@ -17,6 +19,34 @@ class ServerSettings:
 
     host: Annotated[str, Option("HTTP server", "Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Option("HTTP server", "Port to listen on; 0: any free port.", minimum=0, maximum=65535)] = 8000
+    uds: Annotated[
+        str | Path | None,
+        Option("HTTP server", "Unix socket to listen on, instead of the host and port.", default="none"),
+    ] = None
+    uds_mode: Annotated[
+        str, Option("HTTP server", "Permissions of the Unix socket, such as 660 to let its group connect.")
+    ] = "600"
+    ssl_certfile: Annotated[
+        str | Path | None,
+        Option("TLS", "Certificate of the server in PEM format, with its chain. It turns on TLS.", default="none"),
+    ] = None
+    ssl_keyfile: Annotated[
+        str | Path | None, Option("TLS", "Private key of the certificate in PEM format.", default="in --ssl-certfile")
+    ] = None
+    ssl_keyfile_password: Annotated[
+        str | None,
+        Option("TLS", "Password of an encrypted key.", default="none", env="JAXSERVE_SSL_KEYFILE_PASSWORD"),
+    ] = None
+    ssl_ca_certs: Annotated[
+        str | Path | None,
+        Option("TLS", "Authorities in PEM format whose certificates clients may show.", default="none"),
+    ] = None
+    ssl_cert_reqs: Annotated[
+        int,
+        Option(
+            "TLS", "Certificates of clients: 0: not asked for; 1: checked if shown; 2: required.", minimum=0, maximum=2
+        ),
+    ] = 0
     served_model_names: Annotated[
         tuple[str, ...],
         Option(
@@ -146,6 +176,9 @@ class ServerSettings:
             raise ConfigError(
                 f"root_path is {self.root_path!r}: it must begin and not end with a slash, like '/prefix' (--root-path)"
             )
+        if not re.fullmatch("0?[0-7]{3}", self.uds_mode):
+            raise ConfigError(f"uds_mode is {self.uds_mode!r}: it must be three octal digits such as 660 (--uds-mode)")
+        self._check_tls()
         if not all(key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty: it must have visible characters (--api-key or JAXSERVE_API_KEY)")
         if self.admin_key is not None and not self.admin_key.strip():
@@ -157,14 +190,35 @@ class ServerSettings:
                 "the admin key must differ from the API keys: otherwise every client is an operator (--admin-key)"
             )
 
+    def _check_tls(self) -> None:
+        if self.ssl_certfile is None:
+            for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name} needs a certificate of the server, too (--ssl-certfile)")
+        elif self.uds is not None:
+            raise ConfigError("a Unix socket has no TLS: give either --uds or --ssl-certfile")
+        if bool(self.ssl_ca_certs) != bool(self.ssl_cert_reqs):
+            raise ConfigError(
+                "certificates of clients are checked with both --ssl-ca-certs FILE and --ssl-cert-reqs 1 or 2: got one "
+                "without the other"
+            )
+
     def __repr__(self) -> str:
         admin = "set" if self.admin_key else "none"
         return f"ServerSettings(host={self.host!r}, port={self.port}, api_keys={len(self.api_keys)}, admin_key={admin})"
 
     @property
     def local(self) -> bool:
-        """True if the server listens on this machine's loopback address alone."""
-        return is_loopback(self.host)
+        """True if only this machine can connect: by a loopback address, or by a Unix socket of the server's own user.
+
+        A Unix socket that others may use is meant for a proxy, whose clients can be anywhere.
+        """
+        return is_loopback(self.host) if self.uds is None else self.socket_mode & 0o077 == 0
+
+    @property
+    def socket_mode(self) -> int:
+        """The permissions of the Unix socket."""
+        return int(self.uds_mode, 8)
 
     @property
     def max_body_bytes(self) -> int:

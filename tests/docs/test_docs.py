@@ -134,7 +134,7 @@ def known_options(command: click.Command) -> set[str]:
     return known.union(*map(known_options, getattr(command, "commands", {}).values()))
 
 
-# Options of other programs: vllm serve, hf download, rsync.
+# Options of other programs: vllm serve, hf download, rsync, curl.
 FOREIGN_OPTIONS = {
     "--revision",
     "--download-dir",
@@ -156,6 +156,7 @@ FOREIGN_OPTIONS = {
     "--trust-remote-code",
     "--enable-auto-tool-choice",
     "--local-dir",
+    "--unix-socket",
     "--inplace",
     # docker, kubectl, install, systemctl
     *("--file", "--target", "--tag", "--publish", "--volume", "--gpus", "--user", "--read-only", "--tmpfs", "--env"),

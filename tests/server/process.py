@@ -56,7 +56,7 @@ def server_process(*arguments: str) -> Iterator[ServerProcess]:
         output, errors = Path(folder, "output"), Path(folder, "errors")
         with output.open("w") as out, errors.open("w") as err, started(*arguments, stdout=out, stderr=err) as process:
             deadline = time.monotonic() + PATIENCE
-            while not (found := re.search(r"http://[\d.]+:\d+", output.read_text())):
+            while not (found := re.search(r"https?://[\d.]+:\d+|unix:\S+", output.read_text())):
                 assert process.poll() is None, f"the server ended before it was ready:\n{errors.read_text()}"
                 assert time.monotonic() < deadline, _stacks(process, errors)
                 time.sleep(0.02)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from jaxserve.engine.client import EngineClient
 from jaxserve.server.app import create_app
 from jaxserve.server.http.connections import HttpServer
-from jaxserve.server.http.listening import listen
+from jaxserve.server.http.listening import listen, listen_on_file
+from jaxserve.server.http.tls import certificates
 from jaxserve.server.runner import server_config
 from jaxserve.server.settings import ServerSettings
 
@@ -20,10 +21,11 @@ class Address:
 
     host: str
     port: int
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"{self.scheme}://{self.host}:{self.port}"
 
 
 @contextlib.contextmanager
@@ -31,12 +33,16 @@ def serving(client: EngineClient | None, settings: ServerSettings | None = None,
     """Serve until the block ends."""
     settings = settings or ServerSettings()
     app = create_app(client, settings)
-    (listener,) = listen("127.0.0.1", port)
-    server = HttpServer(server_config(app, settings))
+    if settings.uds is None:
+        (listener,) = listen("127.0.0.1", port)
+    else:
+        listener = listen_on_file(str(settings.uds), settings.socket_mode)
+    server = HttpServer(server_config(app, settings), certificates(settings))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
-        yield Address("127.0.0.1", listener.getsockname()[1])
+        bound = 0 if settings.uds else listener.getsockname()[1]
+        yield Address("127.0.0.1", bound, "https" if settings.ssl_certfile else "http")
     finally:
         app.state.server.start_draining()  # ends endless streams
         server.should_exit = True

@@ -171,7 +171,7 @@ class Idle:
     def __init__(self):
         self.closed = False
 
-    def timeout_keep_alive_handler(self):
+    def close_idle(self):
         self.closed = True
 
 

@@ -36,10 +36,13 @@ def key_number(scope: Scope, keys: Sequence[bytes]) -> int | None:
 
 
 def sender_of(scope: Scope, keys: Sequence[str]) -> str:
-    """Return a name of the client that sends a request, by its key, else by its address."""
+    """Return a name of the client that sends a request, by its key, else by its address.
+
+    Those who connect by a Unix socket are one.
+    """
     number = key_number(scope, [key.encode() for key in keys])
     address = scope.get("client")
-    return f"key {number}" if number is not None else f"address {address[0]}" if address else ""
+    return f"key {number}" if number is not None else f"address {address[0]}" if address else "the Unix socket"
 
 
 def _tokens(scope: Scope) -> list[bytes]:

@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -26,6 +27,7 @@ from jaxserve.server.errors import MAX_VALUE_LENGTH, ErrorResponse, response_par
 from jaxserve.server.http.auth import PROBES
 from jaxserve.server.http.half_closed import EarlyBeginning
 from jaxserve.server.http.json_text import to_json
+from jaxserve.server.http.tls import Certificates
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ MAX_HEAD_BYTES = 64 * 1024  # of the request line and the headers, with the empt
 ACCEPTED_AT_ONCE = 16  # connections per event of the loop
 ACCEPT_PAUSE = 0.1  # seconds until the next attempt if a connection cannot be accepted
 TLS_RECORD = b"\x16\x03"  # the beginning of a client's first message in TLS
+HANDSHAKE_SECONDS = 10.0  # within which a connection must have agreed on TLS
+GOODBYE_SECONDS = 0.25  # that an idle client gets to answer the end of TLS when the server ends
 
 
 class Connections:
@@ -84,7 +88,7 @@ class Connections:
             self._close(connection)
 
     def _close(self, connection: "HttpProtocol") -> None:
-        connection.timeout_keep_alive_handler()
+        connection.close_idle()
         self.idle.pop(connection, None)
 
 
@@ -134,11 +138,12 @@ class LingeringTransport:
     def close(self) -> None:
         """Close the connection, at once if the client is not sending or this is the second call."""
         unread = not self.ended and (self.unread or self._conn.their_state in (h11.SEND_BODY, h11.ERROR))
-        if not unread or self.is_closing() or not self._transport.can_write_eof():
+        if not unread or self.is_closing():
             self._transport.close()
             return
         self.lingering = True
-        self._transport.write_eof()
+        if self._transport.can_write_eof():  # not with TLS, where the client knows the end by the length of the answer
+            self._transport.write_eof()
         self._read(paused=False, held=False)
         self._timer = asyncio.get_running_loop().call_later(LINGER_SECONDS, self._transport.close)
 
@@ -169,13 +174,47 @@ class HttpProtocol(H11Protocol):
         self._next_slice: asyncio.Handle | None = None
         self._half_closed = False  # the client will send nothing more
         self._early: EarlyBeginning | None = None  # of the answer to a client that has closed its half
+        self._handshaking: socket.socket | None = None  # the socket, until the client has agreed on TLS
+
+    @contextlib.contextmanager
+    def handshake(self, connection: socket.socket) -> Iterator[None]:
+        """Count this connection among the open and the idle ones while it agrees with the client on TLS."""
+        self._handshaking = connection
+        self.connections.add(self)
+        self.refused = not self._shared.admit(len(self.connections), self.loop.time())
+        self._shared.idle[self] = self.loop.time()
+        try:
+            yield
+        finally:
+            if self._handshaking is not None:  # it failed
+                self._shared.idle.pop(self, None)
+                self.connections.discard(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._handshaking = None
+        self._shared.idle.pop(self, None)
         super().connection_made(LingeringTransport(transport, self.conn))  # type: ignore[arg-type]
-        if not self._shared.admit(len(self.connections), self.loop.time()):
-            self.refused = True
+        self.refused = not self._shared.admit(len(self.connections), self.loop.time())
+        if self.refused:
             self.app = _refuse_requests(self.app, self._shared.limit)
         self._start_head_timer()
+
+    def close_idle(self) -> None:
+        """Close the connection, which has sent no request or has got its answer."""
+        if self._handshaking is None:
+            self.timeout_keep_alive_handler()
+        else:
+            with contextlib.suppress(OSError):
+                self._handshaking.shutdown(socket.SHUT_RDWR)
+
+    def shutdown(self) -> None:
+        """Close the connection, when the server ends, as soon as it is idle."""
+        if self._handshaking is not None:
+            self.close_idle()
+            return
+        super().shutdown()
+        if self.transport.is_closing() and self.scheme == "https":
+            self.loop.call_later(GOODBYE_SECONDS, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
@@ -329,12 +368,17 @@ class Acceptor:
     def __init__(
         self,
         listener: socket.socket,
-        protocol: Callable[[], asyncio.Protocol],
+        protocol: Callable[[], HttpProtocol],
         make_room: Callable[[], None] = lambda: None,
+        tls: Certificates | None = None,
     ):
-        """Accept connections of `listener`. Call `make_room` whenever no file descriptor is left."""
+        """Accept connections of `listener`, with TLS if `tls` is given.
+
+        Call `make_room` whenever no file descriptor is left.
+        """
         self._listener = listener
         self._make_room = make_room
+        self._tls = tls
         self._protocol = protocol
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
@@ -381,26 +425,49 @@ class Acceptor:
 
     async def _serve(self, connection: socket.socket) -> None:
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await self._loop.connect_accepted_socket(self._protocol, connection)
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(self._protocol, connection)
+            else:
+                await self._agree_on_tls(connection, self._tls.context)
         except OSError:  # the connection has ended meanwhile
             with contextlib.suppress(OSError):
                 connection.close()
 
+    async def _agree_on_tls(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+        protocol = self._protocol()
+        with protocol.handshake(connection):
+            await self._loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=context, ssl_handshake_timeout=HANDSHAKE_SECONDS
+            )
+
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that accepts connections with `Acceptor`."""
+    """A uvicorn server that accepts connections with `Acceptor`, with TLS if it has certificates."""
+
+    def __init__(self, config: uvicorn.Config, tls: Certificates | None = None):
+        super().__init__(config)
+        self._tls = tls
+        self._following: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        acceptors = [Acceptor(listener, self._protocol, self._close_idle) for listener in sockets or ()]
+        acceptors = [Acceptor(listener, self._protocol, self._close_idle, self._tls) for listener in sockets or ()]
         self.servers = acceptors  # type: ignore[assignment]
+        if self._tls is not None:
+            self._following = asyncio.create_task(self._tls.follow_files())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._following is not None:
+            self._following.cancel()
+        await super().shutdown(sockets)
 
     def _close_idle(self) -> None:
         shared: Connections = self.config.http_protocol_class.keywords["shared"]  # type: ignore[union-attr]
         shared.close_idle(len(self.server_state.connections), asyncio.get_running_loop().time())
 
-    def _protocol(self) -> asyncio.Protocol:
-        return self.config.http_protocol_class(  # type: ignore[call-arg]
+    def _protocol(self) -> HttpProtocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg, return-value]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )

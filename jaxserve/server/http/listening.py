@@ -1,8 +1,10 @@
-"""Sockets that listen on all addresses of a host, with both versions of IP where the machine has them."""
+"""Listening sockets: on all addresses of a host, with both versions of IP where the machine has them, or on a file."""
 
 import contextlib
 import errno
+import os
 import socket
+import stat
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ LOOPBACK = ("127.0.0.1", "::1")
 BACKLOG = 2048  # connections that the system holds until they are accepted
 NO_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT)  # the machine lacks a version of IP
 ATTEMPTS = 20  # to find a free port that all addresses have
+ANSWER_SECONDS = 1.0  # in which a server that listens on a Unix socket must accept a connection
 
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 
@@ -33,14 +36,55 @@ def listen(host: str, port: int) -> list[socket.socket]:
     raise AssertionError("unreachable")
 
 
-def urls(listeners: Sequence[socket.socket]) -> list[str]:
-    """Return the URLs at which a client on this machine reaches listening sockets."""
+def listen_on_file(path: str, mode: int) -> socket.socket:
+    """Return a Unix socket that listens on a file with these permissions, in place of one that no server listens on.
+
+    Raise ConfigError, naming the option, if the file is anything else, or cannot be made.
+    """
+    try:
+        remove_socket_file(path)
+        listener = socket.socket(socket.AF_UNIX)
+        umask = os.umask(0o177)  # nobody else may connect before the permissions are set
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(umask)
+        os.chmod(path, mode)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error} (--uds)") from error
+    return listener
+
+
+def remove_socket_file(path: str) -> None:
+    """Remove the file of a Unix socket if no server listens on it. Raise OSError if it is something else."""
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise FileExistsError(errno.EEXIST, "a file that is no socket is there")
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(ANSWER_SECONDS)
+        try:
+            client.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except TimeoutError:
+            pass
+    raise OSError(errno.EADDRINUSE, "another server listens there")
+
+
+def urls(listeners: Sequence[socket.socket], scheme: str = "http") -> list[str]:
+    """Return the addresses at which a client on this machine reaches listening sockets; `unix:PATH` for a file."""
     found: list[str] = []
     for listener in listeners:
+        if listener.family == socket.AF_UNIX:
+            found.append(f"unix:{os.path.abspath(listener.getsockname())}")
+            continue
         bound, port = listener.getsockname()[:2]
         any_six = LOOPBACK[1:] if bound == "::" and _is_six_alone(listener) else LOOPBACK
         hosts = {"0.0.0.0": LOOPBACK[:1], "::": any_six}.get(bound, (str(bound),))
-        found += [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in hosts]
+        found += [f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}" for host in hosts]
     return found
 
 
