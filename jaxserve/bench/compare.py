@@ -13,7 +13,8 @@ from rich.console import Console
 
 from jaxserve.bench.offline.options import COORDINATES
 from jaxserve.bench.result import label
-from jaxserve.bench.table import HEADINGS, cell, print_grid, statistic_keys
+from jaxserve.bench.table import HEADINGS, cell, statistic_keys
+from jaxserve.console.tables import print_table
 from jaxserve.core.errors import ConfigError
 
 ONLINE = ("serve", "trace")
@@ -125,7 +126,7 @@ def print_side_by_side(results: Sequence[Mapping[str, Any]], console: Console | 
     columns = [""]
     for index, (name, runs) in enumerate(zip(comparison.labels, comparison.runs, strict=True)):
         columns += [f"{name}, {runs} runs" if runs > 1 else name, *(["ratio"] if index else [])]
-    print_grid(columns, [_cells(figure) for figure in comparison.figures], console)
+    print_table(columns, [_cells(figure) for figure in comparison.figures], console)
     if max(comparison.runs) > 1:
         console.print(
             "median (min..max) of the runs; ~ marks ranges that overlap", style="dim", highlight=False, soft_wrap=True

@@ -1,6 +1,6 @@
-"""The table at the end of a run, in the form of `vllm bench serve`, and tables of offline measurements.
+"""The figures at the end of a run, in the form of `vllm bench serve`, and tables of offline measurements.
 
-A terminal gets a rich table. A file or pipe gets plain text with the same labels, one value per line.
+The figures are one on a line, under the labels that scripts look for.
 """
 
 from collections import Counter
@@ -8,12 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from jaxserve.bench.metrics import PERCENTILES
 from jaxserve.bench.options import METRICS
+from jaxserve.console.tables import print_table
 
 HEADINGS = {
     "ttft": ("Time to First Token", "TTFT"),
@@ -38,7 +37,7 @@ TOTALS = (  # label, key, decimals
     ("Peak concurrent requests", "max_concurrent_requests", 0),
     ("Total token throughput (tok/s)", "total_token_throughput", 2),
 )
-WIDTH, VALUE_WIDTH = 54, 12  # of the plain text
+WIDTH, VALUE_WIDTH = 54, 12  # characters
 MAX_REASONS = 5
 
 
@@ -117,26 +116,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print flat dicts as a table, with a column for each key in order of appearance; print nothing if empty."""
     columns = columns_of(rows)
     if columns:
-        print_grid(columns, [[cell(row.get(column)) for column in columns] for row in rows], console)
-
-
-def print_grid(columns: Sequence[str], lines: Sequence[Sequence[str]], console: Console) -> None:
-    """Print cells in columns, all but the first aligned to the right. Plain text is never cut or wrapped."""
-    if console.is_terminal:
-        table = Table(box=box.SIMPLE_HEAD)
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left", overflow="fold")
-        for line in lines:
-            table.add_row(*line)
-        console.print(table, markup=False)
-        return
-    widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
-    for line in (columns, *lines):
-        first, *others = (
-            text.rjust(width) if index else text.ljust(width)
-            for index, (text, width) in enumerate(zip(line, widths, strict=True))
-        )
-        _write("  ".join([first, *others]).rstrip(), console)
+        print_table(columns, [[cell(row.get(column)) for column in columns] for row in rows], console)
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -154,27 +134,15 @@ def cell(value: Any) -> str:
 
 
 def _print_sections(found: Sequence[Section], console: Console) -> None:
-    if not console.is_terminal:
-        for section in found:
-            _write(f" {section.title} ".center(WIDTH, "=" if section is found[0] else "-"), console)
-            for name, value in section.lines:
-                _write(f"{name + ':':<{WIDTH - VALUE_WIDTH}}{value:>{VALUE_WIDTH}}", console)
-        _write("=" * WIDTH, console)
-        return
-    table = Table(title=found[0].title, box=box.ROUNDED, show_header=False, min_width=WIDTH)
-    table.add_column(ratio=1)
-    table.add_column(justify="right")
     for section in found:
-        if section is not found[0]:
-            table.add_section()
-            table.add_row(f"[bold]{section.title}[/bold]", "")
+        _write(f" {section.title} ".center(WIDTH, "=" if section is found[0] else "-"), console, style="bold")
         for name, value in section.lines:
-            table.add_row(name, value)
-    console.print(table)
+            _write(f"{name + ':':<{WIDTH - VALUE_WIDTH}}{value:>{VALUE_WIDTH}}", console)
+    _write("=" * WIDTH, console, style="bold")
 
 
-def _write(line: str, console: Console) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+def _write(line: str, console: Console, style: str = "") -> None:
+    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _is_number(value: Any) -> bool:

@@ -51,7 +51,9 @@ def show(
         from jaxserve.cli.plan_view import overview
 
         latest = client.decisions(decisions) if decisions else []
-        Console(highlight=False).print(overview(client.status(), client.plan("yaml"), latest))
+        console = Console(highlight=False)
+        # In a file or pipe, lines are as long as they are.
+        console.print(overview(client.status(), client.plan("yaml"), latest), soft_wrap=not console.is_terminal)
 
 
 @app.command(name="set")

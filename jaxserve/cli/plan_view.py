@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Table as Grid
 from rich.text import Text
 
-from jaxserve.control.plan_yaml import from_yaml, plan_table
+from jaxserve.console.tables import Table
+from jaxserve.control.plan_yaml import from_yaml, plan_rows
 
 SHOWN_DECISIONS = 8
 SHOWN_INSTANCES = 8
@@ -24,17 +25,13 @@ Fields = Mapping[str, Any]
 
 def overview(status: Fields, plan_yaml: str, decisions: Sequence[Fields]) -> RenderableType:
     """Return the plan as a table, the ledger of the fullest device and the latest decisions."""
-    ledger = Table.grid(padding=(0, 2))
-    ledger.add_column()
-    ledger.add_column(justify="right")
     entries = sorted(status["ledger"].items(), key=lambda entry: -entry[1])
     used = sum(size for _, size in entries)
     devices = status.get("devices", ())
-    if len(devices) > 1:
-        ledger.add_row(Text(f"the fullest of {len(devices)} devices"), "")
-    for name, size in (*entries, ("left of the budget", status["budget"] - used)):
-        ledger.add_row(Text(name), size_text(size))
-    parts: list[RenderableType] = [_headline(status), "", Text(plan_table(from_yaml(plan_yaml))), "", ledger]
+    memory = "memory" if len(devices) <= 1 else f"memory of the fullest of {len(devices)} devices"
+    sizes = [(name, size_text(size)) for name, size in (*entries, ("left of the budget", status["budget"] - used))]
+    ledger = Table((memory, "size"), sizes)
+    parts: list[RenderableType] = [_headline(status), "", Table(*plan_rows(from_yaml(plan_yaml))), "", ledger]
     if decisions:
         parts += ["", decision_table(decisions, time.time() - status["time"])]
     return Group(*parts)
@@ -66,14 +63,15 @@ class LiveView:
     def render(self) -> RenderableType:
         """Return the state with layers, memory and decisions, for a terminal."""
         status = self._event["status"]
-        figures = Table.grid(padding=(0, 2))
+        figures = Grid.grid(padding=(0, 2))
         for name, value in self._figures():
             figures.add_row(Text(name, style="dim"), value)
         parts: list[RenderableType] = [_headline(status), "", *_layer_lines(status), ""]
         if self._sample:
             parts += [_memory_bar(self._sample), ""]
         shown = self._decisions[-SHOWN_DECISIONS:]
-        return Group(*parts, figures, "", decision_table(shown, time.time() - status["time"]))
+        table = [decision_table(shown, time.time() - status["time"])] if shown else []
+        return Group(*parts, figures, "", *table)
 
     def _figures(self) -> list[tuple[str, str]]:
         sample, status = self._sample, self._event["status"]
@@ -94,19 +92,15 @@ def decision_table(decisions: Sequence[Fields], offset: float) -> Table:
 
     `offset` is added to the engine's clock to get seconds since the epoch.
     """
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    rows = []
     for decision in decisions:
         kind, _, detail = decision["outcome"].partition(": ")
         sign, style = OUTCOMES.get(kind, ("·", ""))
         when = time.strftime("%H:%M:%S", time.localtime(decision["time"] + offset))
         versions = f"{decision['before_version']} → {decision['target_version']}"
         reason = "; ".join(filter(None, (decision["reason"], detail)))
-        table.add_row(Text(when), Text(f"{sign} {kind}", style=style), Text(versions), Text(reason))
-    return table
+        rows.append((when, Text(f"{sign} {kind}", style=style), versions, reason))
+    return Table(("time", "outcome", "plan", "reason"), rows)
 
 
 def size_text(size: float) -> str:

@@ -124,7 +124,7 @@ def _parse_weights(text: str) -> Weights:
 
 def _print(made: "SensitivityProfile") -> None:
     """Print the swap orders, and what the layers lose or, for each kind of compared order, its mean loss."""
-    from rich.table import Table
+    from jaxserve.console.tables import print_table
 
     for precision in made.precisions:
         layers = ", ".join(map(str, made.order(precision)))
@@ -132,22 +132,23 @@ def _print(made: "SensitivityProfile") -> None:
             _print_losses(precision, made.losses[precision])
             console.print(f"layers change to {precision} in this order: {layers}", soft_wrap=True)
             continue
-        table = Table("order", *HEADINGS, title=f"{precision}: mean over the number of swapped layers")
-        for name, found in made.curves[precision].items():
-            table.add_row(name, *(mean_and_range(found, measure) for measure in MEASURES))
-        console.print(table)
+        rows = [
+            (name, *(mean_and_range(found, measure) for measure in MEASURES))
+            for name, found in made.curves[precision].items()
+        ]
+        title = f"{precision}: mean over the number of swapped layers"
+        print_table(("order", *HEADINGS), rows, console, title)
         console.print(f"swap to {precision} in this order ({made.order_name(precision)}): {layers}", soft_wrap=True)
 
 
 def _print_losses(precision: str, losses: LayerLosses) -> None:
     """Print what each layer loses, as nats and as a share of full precision's cross-entropy."""
-    from rich.table import Table
+    from jaxserve.console.tables import print_table
 
-    table = Table("layers", "nats a token", "share", title=f"{precision}: loss beside {losses.cross_entropy:.3f} nats")
-    for layer, nats in enumerate(losses.added):
-        table.add_row(str(layer), f"{nats:.5f}", f"{nats / losses.cross_entropy:.3%}")
-    table.add_row("all together", f"{losses.together:.4f}", f"{losses.together / losses.cross_entropy:.2%}")
-    console.print(table)
+    added = {str(layer): nats for layer, nats in enumerate(losses.added)} | {"all together": losses.together}
+    rows = [(name, f"{nats:.5f}", f"{nats / losses.cross_entropy:.3%}") for name, nats in added.items()]
+    title = f"{precision}: loss beside {losses.cross_entropy:.3f} nats"
+    print_table(("layers", "nats a token", "share"), rows, console, title)
 
 
 def mean_and_range(curves: Sequence[QualityCurve], measure: str) -> str:

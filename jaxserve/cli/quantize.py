@@ -77,18 +77,17 @@ def quantize(
 
 def _print(result: "Result", settings: "QuantizationSettings") -> None:
     """Print what was stored in each precision: its bytes, and what it loses beside rounding."""
-    from rich.table import Table
+    from jaxserve.console.tables import print_table
 
     store, full = result.store, next(iter(result.losses.values())).full
-    table = Table(
-        "precision", "method", "bytes of a layer", "of all", "rounding", settings.method, title=str(store.path)
-    )
+    rows = []
     for precision, loss in result.losses.items():
         sizes = [store.nbytes(index, precision) for index in range(store.num_layers)]
         each = f"{min(sizes):,}" if min(sizes) == max(sizes) else f"{min(sizes):,} - {max(sizes):,}"
         lost = f"{loss.rounding:+.4f}", f"{loss.method:+.4f}"
-        table.add_row(precision, store.method(precision).name, each, f"{sum(sizes):,}", *lost)
-    console.print(table)
+        rows.append((precision, store.method(precision).name, each, f"{sum(sizes):,}", *lost))
+    columns = ("precision", "method", "bytes of a layer", "of all", "rounding", settings.method)
+    print_table(columns, rows, console, title=str(store.path))
     console.print(
         f"the last columns: nats a token that are lost, of {full:.4f} in full precision, on {result.held_out}",
         markup=False, soft_wrap=True,

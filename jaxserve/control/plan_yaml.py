@@ -65,14 +65,15 @@ def from_yaml(text: str) -> Plan:
     return Plan(version, tuple(instances))
 
 
-def plan_table(plan: Plan) -> str:
-    """Return a plan as a table for a terminal. Adjacent layers of one precision are one row.
+def plan_rows(plan: Plan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the columns and the rows of a table that shows a plan. Adjacent layers of one precision are one row.
 
     Instances that differ in names and devices only are shown as one. A column for the limit on the sequences that run
     at once is there if an instance has one.
     """
     limited = any(instance.max_num_seqs is not None for instance in plan.instances)
-    rows = [("instance", *(["sequences"] if limited else []), "stage", "devices", "KV pages", "blocks", "precision")]
+    columns = ("instance", *(["sequences"] if limited else []), "stage", "devices", "KV pages", "blocks", "precision")
+    rows = []
     for alike in _alike(plan.instances):
         first = alike[0]
         limit = [str(first.max_num_seqs or "-")] if limited else []
@@ -83,9 +84,7 @@ def plan_table(plan: Plan) -> str:
             for blocks, precision in _runs(stage.blocks):
                 rows.append((*where, blocks, precision))
                 where = [""] * len(where)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join((f"plan {plan.version}", *lines))
+    return columns, rows
 
 
 # -- writing

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import yaml
 
+from jaxserve.console.tables import Table
 from jaxserve.control import Plan, block_chain, parallel_plan
-from jaxserve.control.plan_yaml import MAX_RANGES, from_yaml, plan_table, to_yaml
+from jaxserve.control.plan_yaml import MAX_RANGES, from_yaml, plan_rows, to_yaml
 from tests.support.control import home_plan
 
 PRECISIONS = ["bfloat16", "int4"] * 16
@@ -29,10 +30,14 @@ def test_yaml_is_the_same_with_and_without_the_library_in_c() -> None:
     assert to_yaml(plan) == yaml.safe_dump(yaml.safe_load(to_yaml(plan)), sort_keys=False)
 
 
+def table(plan: Plan) -> list[str]:
+    return Table(*plan_rows(plan)).lines()
+
+
 def test_table_shows_instances_that_are_alike_as_one() -> None:
     plan = home_plan(2, dp=1000)
     plan = plan.with_precisions("998", {"layers.1": "int4"}).with_kv_pages("3", 20)
-    rows = [line.split() for line in plan_table(plan).splitlines()[2:]]
+    rows = [line.split() for line in table(plan)[1:]]
     assert rows == [
         ["0-2,4-997,999", "0", "0-2,4-997,999", "401", "embed", "bfloat16"],
         ["layers.0-1", "bfloat16"],
@@ -51,7 +56,7 @@ def test_table_of_alternating_instances_stays_narrow() -> None:
     plan = home_plan(1, dp=100)
     for index in range(0, 100, 2):
         plan = plan.with_kv_pages(str(index), 20)
-    even, *_, odd = (line for line in plan_table(plan).splitlines() if "embed" in line)
+    even, *_, odd = (line for line in table(plan) if "embed" in line)
     assert even.startswith("0,2,4,6,8,10,12,14 and 42 more")
     assert odd.startswith("1,3,5,7,9,11,13,15 and 42 more")
     assert MAX_RANGES == 8
@@ -59,13 +64,13 @@ def test_table_of_alternating_instances_stays_narrow() -> None:
 
 def test_table_has_the_limits_on_sequences_if_there_are_any() -> None:
     plan = home_plan(1, dp=2)
-    assert "sequences" not in plan_table(plan)
+    assert "sequences" not in table(plan)[0]
     plan = plan.with_instance(plan.instance("1").with_max_num_seqs(4))
-    rows = [line.split()[:2] for line in plan_table(plan).splitlines() if "embed" in line]
+    rows = [line.split()[:2] for line in table(plan) if "embed" in line]
     assert rows == [["0", "-"], ["1", "4"]]
 
 
 def test_names_of_instances_need_not_be_numbers() -> None:
     plan = home_plan(1, dp=2)
     plan = replace(plan, instances=tuple(replace(each, name=f"gpu{each.name}") for each in plan.instances))
-    assert "gpu0,gpu1" in plan_table(plan)
+    assert "gpu0,gpu1" in table(plan)[1]

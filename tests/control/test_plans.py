@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
+from jaxserve.console.tables import Table
 from jaxserve.control import LimitSequences, Plan, PlanInForce, ResizeKVPool, Resources, StagePlan, SwapPrecision
 from jaxserve.control.diff import check_instances, diff, diff_all
-from jaxserve.control.plan_yaml import from_yaml, plan_table, to_yaml
+from jaxserve.control.plan_yaml import from_yaml, plan_rows, to_yaml
 from jaxserve.control.resources import validate
 from jaxserve.core.errors import ConfigError, PlanError
 from tests.support.control import LAYER, MB, PAGE, home_plan, machine
@@ -309,16 +310,15 @@ def test_yaml_that_is_not_a_plan_is_refused(text: str) -> None:
 
 def test_plan_table_has_one_row_per_run_of_equal_precision() -> None:
     plan = home_plan(6, pp=2, dp=2).with_precisions("1", {"layers.3": "int4", "layers.5": "int8"})
-    assert plan_table(plan).splitlines() == [
-        "plan 2",
+    assert Table(*plan_rows(plan)).lines() == [
         "instance  stage  devices  KV pages  blocks      precision",
-        "0         0      0        401       embed       bfloat16",
+        "0             0        0       401  embed       bfloat16",
         "                                    layers.0-2  bfloat16",
-        "0         1      1        401       layers.3-5  bfloat16",
+        "0             1        1       401  layers.3-5  bfloat16",
         "                                    head        bfloat16",
-        "1         0      2        401       embed       bfloat16",
+        "1             0        2       401  embed       bfloat16",
         "                                    layers.0-2  bfloat16",
-        "1         1      3        401       layers.3    int4",
+        "1             1        3       401  layers.3    int4",
         "                                    layers.4    bfloat16",
         "                                    layers.5    int8",
         "                                    head        bfloat16",
@@ -328,7 +328,7 @@ def test_plan_table_has_one_row_per_run_of_equal_precision() -> None:
 def test_plan_table_shortens_consecutive_devices() -> None:
     stage = StagePlan(home_plan(1).instances[0].blocks, (0, 1, 2, 5), 20)
     plan = Plan(1, (replace(home_plan(1).instances[0], stages=(stage, replace(stage, devices=(6, 7, 8)))),))
-    assert re.search(r"0-2,5.*6-8", plan_table(plan), re.DOTALL)
+    assert re.search(r"0-2,5.*6-8", "\n".join(Table(*plan_rows(plan)).lines()), re.DOTALL)
 
 
 def test_max_capacity_is_the_capacity_next_to_the_smallest_layers() -> None:

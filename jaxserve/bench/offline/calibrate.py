@@ -29,7 +29,7 @@ from jaxserve.bench.options import ServerOptions
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.server import discover, request_target
 from jaxserve.bench.spawn import spawned
-from jaxserve.bench.table import print_grid
+from jaxserve.console.tables import print_table
 from jaxserve.core.bundled import bundled_model_path, config_names
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import write_file
@@ -110,9 +110,9 @@ def print_calibration(found: Fit, console: Console) -> None:
         for name, curve in hardware.efficiency.items()
         for size, share in curve.knots
     ]
-    print_grid(["share of the roofline", "tokens", "share", "steps"], lines, console)
+    print_table(["share of the roofline", "tokens", "share", "steps"], lines, console)
     overheads = [[name, f"{1e6 * getattr(hardware.overheads, name):.2f}"] for name in (*OVERHEADS, *OUTSIDE)]
-    print_grid(["overhead", "us"], overheads, console)
+    print_table(["overhead", "us"], overheads, console)
     console.print(
         f"{found.steps} steps; error on {found.held_out} held-out steps: {found.median_error:.1%} (median), "
         f"{found.p90_error:.1%} (90th percentile), {found.total - 1:+.1%} in total",
