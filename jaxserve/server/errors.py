@@ -28,7 +28,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.server.http.auth import is_for_operators
 from jaxserve.server.http.json_text import plain_json, to_json
-from jaxserve.server.messages.errors import is_messages_path, messages_error, new_request_id
+from jaxserve.server.messages.errors import is_anthropic, messages_error, new_request_id
 from jaxserve.server.unknown_paths import hint
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class ErrorResponse(Response):
         super().__init__(_written(body), status, headers, media_type="application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not is_messages_path(scope["path"]):
+        if not is_anthropic(scope):
             await super().__call__(scope, receive, send)
             return
         status, body, headers = self._openai

@@ -7,7 +7,9 @@ from typing import Any
 import anthropic
 import pytest
 from pydantic import BaseModel
+from starlette.testclient import TestClient
 
+from jaxserve.server.app import create_app
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
 from tests.server.messages_support import ASK, CALL, INVALID_CALL, UNENDED_CALL, WEATHER, scripted
@@ -199,8 +201,38 @@ def test_parse_asks_for_the_schema_and_returns_the_object(answers, server):
     assert server[1].seen[-1][1].structured.json["properties"]["city"]["type"] == "string"
 
 
-def test_models_are_listed(answers):
-    assert [model.id for model in answers("").models.list()] == ["fake"]
+def test_models_are_listed_and_retrieved(answers):
+    client = answers("")
+    (model,) = client.models.list()
+    assert (model.type, model.id, model.display_name, model.lifecycle) == ("model", "fake", "fake", "active")
+    assert model.created_at.timestamp() == 1
+    assert model.max_input_tokens == 8192
+    assert client.models.retrieve("fake") == model
+    with pytest.raises(anthropic.NotFoundError, match="'claude' is not served here") as error:
+        client.models.retrieve("claude")
+    assert error.value.body["type"] == "error"
+
+
+def test_models_come_in_pages_in_both_directions():
+    names = tuple("abcde")
+    with connected(scripted(), served_model_names=names) as client:
+        page = client.models.list(limit=2)
+        assert (page.first_id, page.last_id, page.has_more) == ("a", "b", True)
+        assert [model.id for model in page] == [*names]
+        assert [model.id for model in client.models.list(limit=2, before_id="e").data] == ["c", "d"]
+        assert [model.id for model in client.models.list(limit=3, before_id="e")] == ["b", "c", "d", "a"]
+        assert not client.models.list(after_id="d").has_more
+        assert not client.models.list(before_id="b").has_more
+        for wrong in ({"after_id": "x"}, {"limit": 0}, {"before_id": "a", "after_id": "b"}):
+            with pytest.raises(anthropic.BadRequestError, match=next(iter(wrong))):
+                client.models.list(**wrong)
+
+
+def test_models_have_openais_form_without_the_version_of_anthropics_api():
+    http = TestClient(create_app(scripted(), ServerSettings()))
+    assert http.get("/v1/models").json()["object"] == "list"
+    assert http.get("/v1/models/x").json()["error"]["code"] == "model_not_found"
+    assert http.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()["first_id"] == "fake"
 
 
 @pytest.mark.parametrize(

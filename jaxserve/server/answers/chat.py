@@ -6,9 +6,10 @@ from typing import Any
 
 from jaxserve.core.request import CompletionOutput, TokenLogprobs
 from jaxserve.parsing.events import ArgumentsDelta, CallBegun, Event, ParsedMessage, ReasoningDelta, TextDelta
-from jaxserve.parsing.parser import AnswerFormat, Parser
-from jaxserve.server.answers.generation import GeneratedAnswer, GenerationResponse, PromptResult
+from jaxserve.parsing.parser import AnswerFormat
+from jaxserve.server.answers.generation import GeneratedAnswer, GenerationResponse, PromptResult, Usage
 from jaxserve.server.answers.logprobs import format_chat_logprobs, format_prompt_logprobs
+from jaxserve.server.answers.tokens import AnswerParser
 from jaxserve.server.schemas.chat import ChatBody
 
 
@@ -16,7 +17,7 @@ from jaxserve.server.schemas.chat import ChatBody
 class _Answer:
     """One of the n answers of a stream, as far as it has been sent."""
 
-    parser: Parser
+    parser: AnswerParser
     calls: int = 0
 
 
@@ -30,6 +31,7 @@ class ChatResponse(GenerationResponse[ChatBody]):
     form: AnswerFormat = field(kw_only=True)
 
     _answers: dict[int, _Answer] = field(default_factory=dict)  # by index of the answer
+    _reasoning_tokens: int = 0  # of answers that are not streamed
 
     def _final_choices(self, result: PromptResult) -> list[dict[str, Any]]:
         return [self._choice(answer) for answer in result.answers]
@@ -43,8 +45,9 @@ class ChatResponse(GenerationResponse[ChatBody]):
         return fields
 
     def _choice(self, answer: GeneratedAnswer) -> dict[str, Any]:
-        parser = self.form.parser()
-        message = ParsedMessage.of(self._visible(parser.push(answer.text) + parser.finish()))
+        parser = self._parser()
+        message = ParsedMessage.of(self._visible(parser.push(answer.whole())))
+        self._reasoning_tokens += parser.reasoning_tokens
         choice = {
             "index": answer.index,
             "message": self._message(message),
@@ -55,6 +58,14 @@ class ChatResponse(GenerationResponse[ChatBody]):
         if self.body.return_token_ids:
             choice["token_ids"] = answer.token_ids
         return choice
+
+    def _parser(self) -> AnswerParser:
+        detokenizer = self.client.tokenizer.stream(self.job.params[0].skip_special_tokens)
+        return AnswerParser(self.form, detokenizer)
+
+    def _usage(self, usage: Usage) -> dict[str, object]:
+        reasoning = self._reasoning_tokens + sum(sent.parser.reasoning_tokens for sent in self._answers.values())
+        return {**usage.as_dict(), "completion_tokens_details": {"reasoning_tokens": reasoning}}
 
     def _message(self, parsed: ParsedMessage) -> dict[str, Any]:
         message = {"role": "assistant", "content": parsed.text, "refusal": None}
@@ -69,12 +80,9 @@ class ChatResponse(GenerationResponse[ChatBody]):
         """Yield the role if the answer has just begun, then what is new of it, then why it ended."""
         if answer.index not in self._answers:
             yield self._role_chunk(prompt, answer.index)
-            self._answers[answer.index] = _Answer(self.form.parser())
+            self._answers[answer.index] = _Answer(self._parser())
         sent = self._answers[answer.index]
-        events = sent.parser.push(answer.text)
-        if answer.finish_reason:
-            events += sent.parser.finish()
-        deltas = [self._delta(sent, event) for event in self._visible(events)]
+        deltas = [self._delta(sent, event) for event in self._visible(sent.parser.push(answer))]
         if not deltas and (answer.logprobs or (answer.token_ids and self.body.return_token_ids)):
             deltas = [{}]
         fields: dict[str, Any] = {"logprobs": self._logprobs(answer.logprobs or ())}

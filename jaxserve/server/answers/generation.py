@@ -40,6 +40,10 @@ class GeneratedAnswer:
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.stop_reason = self.stop_reason if delta.stop_reason is None else delta.stop_reason
 
+    def whole(self) -> CompletionOutput:
+        """Return the answer as one output."""
+        return CompletionOutput(self.index, self.text, tuple(self.token_ids), finish_reason=self.finish_reason)
+
     @property
     def mean_logprob(self) -> float:
         """Mean log-probability per token, by which `best_of` ranks answers."""

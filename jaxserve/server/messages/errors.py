@@ -5,9 +5,14 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
 from jaxserve.core.errors import PromptTooLong, UnsupportedParameter
 
 MESSAGES = "/v1/messages"
+MODELS = "/v1/models"  # a path of both APIs
+VERSION = "anthropic-version"  # a header that all requests of Anthropic's clients have
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -27,9 +32,15 @@ class ThreadUnsupported(UnsupportedParameter):
     code = "thread_unsupported_request"
 
 
-def is_messages_path(path: str) -> bool:
-    """Return whether a path belongs to Anthropic's API."""
-    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+def is_anthropic(scope: Scope) -> bool:
+    """Return whether a request is one of Anthropic's API."""
+    if _is_below(scope["path"], MESSAGES):
+        return True
+    return _is_below(scope["path"], MODELS) and VERSION in Headers(scope=scope)
+
+
+def _is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(f"{root}/")
 
 
 def new_request_id() -> str:

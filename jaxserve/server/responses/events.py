@@ -11,7 +11,7 @@ from jaxserve.server.answers.conversation import ConversationJob
 from jaxserve.server.answers.logprobs import format_chat_logprobs
 from jaxserve.server.errors import response_parts
 from jaxserve.server.responses.items import Json, OutputItem, Shown
-from jaxserve.server.responses.tokens import ReasoningTokens, TextLogprobs, TokenTexts
+from jaxserve.server.answers.tokens import ReasoningTokens, TextLogprobs, TokenTexts
 
 
 class ResponseEvents:
