@@ -9,9 +9,9 @@ from jaxserve.core.request import CompletionOutput, TokenLogprobs
 from jaxserve.parsing.events import Call, CallBegun, Event, ParsedMessage, Part, Reasoning, ReasoningDelta, TextDelta
 from jaxserve.server.answers.conversation import ConversationJob
 from jaxserve.server.answers.logprobs import format_chat_logprobs
+from jaxserve.server.answers.tokens import ReasoningTokens, TextLogprobs, TokenTexts
 from jaxserve.server.errors import response_parts
 from jaxserve.server.responses.items import Json, OutputItem, Shown
-from jaxserve.server.answers.tokens import ReasoningTokens, TextLogprobs, TokenTexts
 
 
 class ResponseEvents:
