@@ -22,11 +22,12 @@ from jaxserve.server.routes import (
     tokenization,
 )
 from jaxserve.server.routes.json_route import JsonRoute
+from jaxserve.server.schemas.left_out import HEADER
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 
 # What pages of other origins may read of a response, besides the headers that browsers always show.
-EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "www-authenticate", "accept-encoding")
+EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "www-authenticate", "accept-encoding", HEADER)
 GENERATION = (chat.router, responses.router, responses.json_router, completions.router, messages.router)
 OTHERS = (embeddings, scoring, models, tokenization, operations, admin, dashboard)
 ROUTERS = (*GENERATION, *(module.router for module in OTHERS))

@@ -145,6 +145,14 @@ class ServerSettings:
             "refusing the request.",
         ),
     ] = False
+    replace_unsupported: Annotated[
+        bool,
+        Option(
+            "HTTP server",
+            "Put a text such as [image left out] in the place of what the model cannot read in a conversation, instead "
+            "of refusing the request.",
+        ),
+    ] = False
     shutdown_delay: Annotated[
         float,
         Option(

@@ -1,6 +1,7 @@
 """A FastAPI route that parses strict JSON bodies at a bounded cost, and large ones off the event loop."""
 
-from collections.abc import Callable, Coroutine
+import logging
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from fastapi import HTTPException, Request, Response
@@ -11,6 +12,9 @@ from pydantic import BaseModel, ValidationError
 from jaxserve.server.http.body import parse_body
 from jaxserve.server.http.offload import off_loop
 from jaxserve.server.schemas.body import IGNORE_UNKNOWN
+from jaxserve.server.schemas.left_out import HEADER, LEFT_OUT, LeftOut
+
+logger = logging.getLogger(__name__)
 
 # Parsing up to this many bytes costs less than handing them to another thread.
 MAX_INLINE_BODY = 16 * 1024
@@ -43,25 +47,31 @@ class JsonRoute(APIRoute):
                 given = repr(media_type[:80]) if media_type else "missing"
                 raise HTTPException(415, f"the header content-type is {given}: it must be application/json")
             server = request.app.state.server
-            info, lenient = server.client().info, server.settings.ignore_unknown_fields
+            info, settings = server.client().info, server.settings
+            left_out = LeftOut() if settings.replace_unsupported else None
+            context = {IGNORE_UNKNOWN: settings.ignore_unknown_fields, LEFT_OUT: left_out}
             max_token_items = info.vocab_size + max(info.max_model_len, info.max_queued_tokens)
             request = ParsedRequest(request.scope, request.receive)
             if (body := await request.body()) and self.body_field is not None:
                 model, large = self.body_field.field_info.annotation, len(body) > MAX_INLINE_BODY
                 if large:
-                    request.parsed = await off_loop(_read, model, body, max_token_items, lenient)
+                    request.parsed = await off_loop(_read, model, body, max_token_items, context)
                 else:
-                    request.parsed = _read(model, body, max_token_items, lenient)
-            return await handler(request)
+                    request.parsed = _read(model, body, max_token_items, context)
+            response = await handler(request)
+            if left_out:
+                logger.info("left out of a request what the model cannot read: %s", left_out)
+                response.headers[HEADER] = str(left_out)
+            return response
 
         return strict
 
 
-def _read(model: type[BaseModel], body: bytes, max_token_items: int, ignore_unknown: bool) -> BaseModel:
+def _read(model: type[BaseModel], body: bytes, max_token_items: int, context: Mapping[str, Any]) -> BaseModel:
     """Return the validated model of a body. Raise HTTPException, RequestError or RequestValidationError."""
     value = parse_body(body, max_token_items)
     try:
-        return model.model_validate(value, context={IGNORE_UNKNOWN: ignore_unknown})
+        return model.model_validate(value, context=context)
     except ValidationError as error:
         complaints = error.errors(include_url=False)[:MAX_VALIDATION_ERRORS]
         raise RequestValidationError([{**first, "loc": ("body", *first["loc"])} for first in complaints]) from None

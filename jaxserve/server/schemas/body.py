@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxserve.core.errors import UnsupportedParameter
 from jaxserve.server.schemas.harmless import HARMLESS
+from jaxserve.server.schemas.left_out import LEFT_OUT, LeftOut
 from jaxserve.server.schemas.unsupported import UNSUPPORTED, Unsupported, asks_for_nothing, check_unsupported
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,16 @@ class Body(BaseModel):
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
     def model_post_init(self, context: Any, /) -> None:
-        """Remember whether the server ignores unknown fields, which it passes as pydantic's validation context."""
+        """Remember what the server passes as pydantic's validation context: whether it ignores unknown fields.
+
+        If it replaces what the model cannot read, let `_replace` do so.
+        """
         self._ignores_unknown = bool(context and context.get(IGNORE_UNKNOWN))
+        if context and (left_out := context.get(LEFT_OUT)) is not None:
+            self._replace(left_out)
+
+    def _replace(self, left_out: LeftOut) -> None:
+        """Put texts in the place of what the model cannot read. Bodies that may have such content define this."""
 
     def _leave_out_server_tools(self, kinds: Collection[str | None]) -> None:
         """Drop and log tools of other types than `kinds`, those that a server runs, if unknown fields are ignored."""

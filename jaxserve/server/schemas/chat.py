@@ -9,9 +9,13 @@ from jaxserve.engine.chat_messages import silent_content, text_of
 from jaxserve.server.schemas.body import Body, check_fields, expecting
 from jaxserve.server.schemas.common import SamplingBody, ThinkingBudget
 from jaxserve.server.schemas.harmless import HARMLESS_IN_MESSAGES, HARMLESS_IN_PARTS
-from jaxserve.server.schemas.tools import ToolsBody, checked_calls
+from jaxserve.server.schemas.left_out import HINT, LeftOut
+from jaxserve.server.schemas.tools import ToolsBody, checked_calls, readable_call
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_MESSAGES
 
+PARTS = ("text", "refusal")
+# Fields of a message with media, and the type of a part for each.
+MEDIA_OF_MESSAGES = {"audio": "audio", "images": "image", "videos": "video"}
 RESERVED_VARIABLES = frozenset(
     {"self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 )
@@ -41,6 +45,17 @@ class ChatMessage(Body):
     tool_calls: list[dict[str, Any]] | None = None  # of an assistant
     tool_call_id: str | None = None  # of a message with role tool: the call that it answers
 
+    def _replace(self, left_out: LeftOut) -> None:
+        self.content = left_out.parts(self.content, PARTS)
+        extra = self.model_extra or {}
+        for name, kind in MEDIA_OF_MESSAGES.items():
+            given = extra.pop(name, None) or []
+            media = [{"type": kind, kind: each} for each in (given if isinstance(given, list) else [given])]
+            own = [{"type": "text", "text": self.content}] if isinstance(self.content, str) else self.content or []
+            self.content = [*own, *left_out.parts(media, ())] if media else self.content
+        if self.tool_calls is not None:
+            self.tool_calls = [readable_call(call) for call in self.tool_calls]
+
     def as_dict(self, place: str = "messages") -> dict[str, Any]:
         """Return the message for the chat template.
 
@@ -66,12 +81,14 @@ class ChatMessage(Body):
             return silent_content(self.role, self.refusal, place)
         if not isinstance(self.content, list):
             return self.content or self.refusal or ""
-        text = text_of(self.content, f"{place}.content")
+        try:
+            text = text_of(self.content, f"{place}.content")
+        except RequestError as error:
+            error.args = (f"{error} ({HINT})",)
+            raise
         for index, part in enumerate(self.content):
             where = f"{place}.content.{index}."
-            check_fields(
-                part, ("type", "text", "refusal"), {}, HARMLESS_IN_PARTS, where, ignore_unknown=self._ignores_unknown
-            )
+            check_fields(part, ("type", *PARTS), {}, HARMLESS_IN_PARTS, where, ignore_unknown=self._ignores_unknown)
         return text
 
 

@@ -9,11 +9,14 @@ from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.server.http.json_text import to_json
 from jaxserve.server.schemas.body import Body, expecting
 from jaxserve.server.schemas.harmless import HARMLESS_IN_MESSAGES
+from jaxserve.server.schemas.left_out import HINT, LeftOut
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_MESSAGES
 
 Content = Annotated[str | list[dict[str, Any]], expecting("a string or a list of content blocks")]
 Block = tuple[str, Mapping[str, Any]]  # the block's name for errors, and the block
 READABLE = ("text", "document", "search_result")
+OTHER_BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
+DOCUMENTS = ("text", "content")  # the types of their sources
 # Claude Code begins its system prompt with such a line. It says something else in every request, so that no prefix of
 # the prompt could be shared, and it means nothing to a model.
 BILLING = "x-anthropic-billing-header:"
@@ -24,6 +27,9 @@ class Message(Body):
 
     role: Literal["user", "assistant", "system"]
     content: Content
+
+    def _replace(self, left_out: LeftOut) -> None:
+        self.content = readable(self.content, left_out)
 
     def check_inside(self, place: str) -> None:
         """Raise UnsupportedParameter for a field that may have an effect."""
@@ -48,6 +54,27 @@ def chat_messages(
         else:
             chat.append({"role": "system", "content": _text(blocks)})
     return chat
+
+
+def readable(content: Any, left_out: LeftOut) -> Any:
+    """Return the content of a message with texts in the place of blocks that the model cannot read."""
+    return [_readable(block, left_out) for block in content] if isinstance(content, list) else content
+
+
+def _readable(block: dict[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    match block:
+        case {"citations": {"enabled": True}}:
+            left_out.mark("citations")
+            return _readable({name: value for name, value in block.items() if name != "citations"}, left_out)
+        case {"type": "document", "source": {"type": kind, **source}}:
+            if kind in DOCUMENTS:
+                content = readable(source.get("content"), left_out)
+                return {**block, "source": {**source, "type": kind, "content": content}}
+        case {"type": "document"}:
+            return block
+        case {"type": kind} if kind in READABLE or kind in OTHER_BLOCKS:
+            return {**block, "content": readable(block["content"], left_out)} if "content" in block else block
+    return left_out.parts([block], ())[0]
 
 
 def num_blocks(content: Any) -> int:
@@ -157,11 +184,12 @@ def _text_of(place: str, block: Mapping[str, Any]) -> str:
         case {"type": "search_result", "content": list() as content}:
             return _titled(place, block, _text(_blocks(f"{place}.content", content)))
         case {"type": "document", "source": {"type": kind}}:
-            raise _unsupported(f"{place}.source.type", kind, "this model reads documents of type text or content")
+            reason = f"this model reads documents of type text or content ({HINT})"
+            raise _unsupported(f"{place}.source.type", kind, reason)
         case {"type": str() as kind} if kind in READABLE:
             raise RequestError(f"{place} is not a valid {kind} block", field=place)
         case {"type": str() as kind}:
-            raise _unsupported(f"{place}.type", kind, "this model reads text only")
+            raise _unsupported(f"{place}.type", kind, f"this model reads text only ({HINT})")
     raise RequestError(f"{place} must be a content block: an object with a type", field=place)
 
 
@@ -169,7 +197,9 @@ def _titled(place: str, block: Mapping[str, Any], text: str) -> str:
     """Return a text below the title, the source and the context that a document or search result gives."""
     match block.get("citations"):
         case {"enabled": True}:
-            raise _unsupported(f"{place}.citations.enabled", True, "citations are not supported")
+            raise _unsupported(
+                f"{place}.citations.enabled", True, "citations are not supported (--replace-unsupported ignores them)"
+            )
     headings = [block.get(name) for name in ("title", "source", "context")]
     return "\n".join([*(heading for heading in headings if isinstance(heading, str) and heading), text])
 

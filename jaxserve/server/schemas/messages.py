@@ -11,7 +11,8 @@ from jaxserve.server.schemas.body import Body
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.common import Priority, Salt
 from jaxserve.server.schemas.harmless import HARMLESS_IN_MESSAGES_API, HARMLESS_IN_OUTPUT_CONFIG
-from jaxserve.server.schemas.message_blocks import Content, Message, chat_messages, num_blocks
+from jaxserve.server.schemas.left_out import LeftOut
+from jaxserve.server.schemas.message_blocks import Content, Message, chat_messages, num_blocks, readable
 from jaxserve.server.schemas.unsupported import Unsupported, unsupported
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -105,6 +106,9 @@ class PromptBody(Body):
         """Drop tools that the client does not run itself, if the server ignores what it does not know."""
         super().model_post_init(context)
         self._leave_out_server_tools(("custom", None))
+
+    def _replace(self, left_out: LeftOut) -> None:
+        self.system = readable(self.system, left_out)
 
     @property
     def size(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
+from jaxserve.server.schemas.left_out import HINT, LeftOut
 from jaxserve.server.schemas.response_tools import custom_arguments, model_name
 
 Item = Mapping[str, Any]
@@ -40,9 +41,33 @@ def item_type(item: Item, place: str) -> str:
     if kind != REFERENCE and (not isinstance(kind, str) or kind not in PREFIXES):
         field = f"{place}.type"
         raise UnsupportedParameter(
-            f"{field} is {str(kind)[:40]!r}: supported are {', '.join([*PREFIXES, REFERENCE])}", field=field, value=kind
+            f"{field} is {str(kind)[:40]!r}: supported are {', '.join([*PREFIXES, REFERENCE])} ({HINT})",
+            field=field,
+            value=kind,
         )
     return str(kind)
+
+
+def readable_item(item: dict[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    """Return an item with texts in the place of what the model cannot read.
+
+    Calls of tools that this server does not know become calls of functions, and their results become results of these;
+    other items become messages.
+    """
+    kind, call_id = item.get("type"), item.get("call_id")
+    if not isinstance(kind, str | None):
+        return item
+    if kind is None or kind == REFERENCE or kind in PREFIXES:
+        names = () if kind == "reasoning" else ("content", "output")
+        return item | {name: left_out.parts(item[name], TEXTS, "input_text") for name in names if name in item}
+    same = {name: item[name] for name in ("id", "call_id") if name in item}
+    if kind.endswith("_call") and isinstance(call_id, str):
+        name = kind.removesuffix("_call")
+        return {**same, "type": "function_call", "name": name, "arguments": left_out.arguments(item)}
+    if kind.endswith("_output") and isinstance(call_id, str):
+        return {**same, "type": "function_call_output", "output": left_out.output(item)}
+    role = "user" if kind.endswith(("_output", "_response")) else "assistant"
+    return {**same, "type": "message", "role": role, "content": left_out.text(item)}
 
 
 def new_item_id(kind: str) -> str:
@@ -194,7 +219,7 @@ def _part_text(part: Any, names: Mapping[str, str], place: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in names:
         raise UnsupportedParameter(
-            f"{place}.type is {str(kind)[:40]!r}: this model reads text only ({', '.join(names)})",
+            f"{place}.type is {str(kind)[:40]!r}: this model reads text only ({', '.join(names)}; {HINT})",
             field=f"{place}.type",
             value=kind,
         )

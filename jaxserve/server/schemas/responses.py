@@ -13,7 +13,8 @@ from jaxserve.server.http.offload import MAX_INLINE_SIZE
 from jaxserve.server.schemas.body import Body, expecting
 from jaxserve.server.schemas.chat import ChatBody
 from jaxserve.server.schemas.common import Priority, Salt, SamplingFields, ThinkingBudget
-from jaxserve.server.schemas.response_items import Item, messages_of
+from jaxserve.server.schemas.left_out import LeftOut
+from jaxserve.server.schemas.response_items import Item, messages_of, readable_item
 from jaxserve.server.schemas.response_tools import KINDS, ClientTool, chat_tool_choice, client_tools
 from jaxserve.server.schemas.tools import ToolChoice
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_RESPONSES
@@ -132,6 +133,10 @@ class ResponsesBody(SamplingFields):
         """Drop tools that the client does not run itself, if the server ignores what it does not know."""
         super().model_post_init(context)
         self._leave_out_server_tools(KINDS)
+
+    def _replace(self, left_out: LeftOut) -> None:
+        if isinstance(self.input, list):
+            self.input = [readable_item(item, left_out) for item in self.input]
 
     def check(self) -> None:
         """Raise RequestError if fields contradict each other or are not supported."""

@@ -1,5 +1,6 @@
 """Tools in request bodies: their definitions, which of them the model may call, and calls in messages."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -10,6 +11,8 @@ from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.parsing.keyword_values import TYPES
 from jaxserve.parsing.tools import Tool, ToolUse
 from jaxserve.server.schemas.body import Body, expecting
+from jaxserve.server.schemas.left_out import HINT
+from jaxserve.server.schemas.response_tools import custom_arguments
 
 MAX_TOOLS = 1024
 MAX_TOOL_NAME = 128  # characters of a tool's name
@@ -192,11 +195,22 @@ def checked_calls(calls: Sequence[Any], place: str) -> list[dict[str, Any]]:
     return [_call(call, f"{place}.{index}") for index, call in enumerate(calls)]
 
 
+def readable_call(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of another type, such as that of a custom tool, as one of a function, and others unchanged."""
+    match given:
+        case {"type": str() as kind, "custom": {"name": str() as name, "input": str() as text}} if kind != "function":
+            function = {"name": name, "arguments": json.dumps(custom_arguments(text), ensure_ascii=False)}
+            return {"id": given.get("id"), "type": "function", "function": function}
+        case {"type": str(), "function": dict()}:
+            return {**given, "type": "function"}
+    return given
+
+
 def _call(given: Any, place: str) -> dict[str, Any]:
     kind = given.get("type") or "function"
     if kind != "function":
         raise UnsupportedParameter(
-            f"{place}.type is {str(kind)[:40]!r}, which is not supported: it must be function",
+            f"{place}.type is {str(kind)[:40]!r}, which is not supported: it must be function ({HINT})",
             field=f"{place}.type",
             value=kind,
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxserve.core.errors import UnsupportedParameter
 from jaxserve.core.keywords import EMPTY, is_one_of
+from jaxserve.server.schemas.left_out import HINT
 
 OFF = (0, False)
 NO_TOOL = ("none", "auto", {"type": "none"}, {"type": "auto"})
@@ -206,7 +207,7 @@ UNSUPPORTED_IN_DETOKENIZE: Mapping[str, Unsupported] = {
 
 UNSUPPORTED_IN_MESSAGES: Mapping[str, Unsupported] = {
     **_use("tool_calls", "function_call"),
-    **_because("this model reads text only", "images", "audio", "videos"),
+    **_because(f"this model reads text only ({HINT})", "images", "audio", "videos"),
     **_use("continue_final_message, with add_generation_prompt false,", "prefix", "partial"),
     **_use("reasoning_content", "thinking"),
     **_because("send it as content", "parts"),
@@ -222,7 +223,8 @@ UNSUPPORTED_IN_SCORING: Mapping[str, Unsupported] = {
     **_because("scores are those of whole embeddings", "dimensions", "output_dimension", neutral=()),
     **_because("this model reads text only", "mm_processor_kwargs"),
     **_use("truncate_prompt_tokens", "max_tokens_per_doc", "max_chunks_per_doc", "max_query_length", neutral=()),
-    **_use("truncate_prompt_tokens", "max_doc_length", "overlap", "overlap_tokens", neutral=()),
+    **_use("max_tokens_per_doc", "max_doc_length", neutral=()),
+    **_use("truncate_prompt_tokens", "overlap", "overlap_tokens", neutral=()),
     **_because("give the text to rank by as text", "rank_fields"),
     **_use("documents", "texts"),
     **_use("return_documents", "return_text"),
