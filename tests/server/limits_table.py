@@ -155,6 +155,8 @@ LIMITS = {
     "`n`": Limit(64, at((COMPLETIONS, CHAT), n=value), "max_n"),
     "`best_of`": Limit(64, at([COMPLETIONS], best_of=value), "max_n"),
     "`top_n`, at least": least(0, at([RERANK], top_n=value)),
+    "`max_tokens_per_doc`, at least": least(1, at([RERANK], max_tokens_per_doc=value)),
+    "`dimensions`, at least": least(1, at([EMBEDDINGS], dimensions=value)),
     # -- where an answer ends
     "entries of `stop`, `stop_sequences`": Limit(
         16, at(SAMPLED, stop=entries("x")) | at([MESSAGES], stop_sequences=entries("x")), "max_stop_strings"

@@ -489,7 +489,7 @@ def test_null_field_means_the_default(http):
         {"input": []},
         {"input": ["a", ""]},
         {"input": [VOCABULARY]},
-        {"input": "a", "dimensions": 3},
+        {"input": "a", "dimensions": 5},
         {"input": "a", "encoding_format": "int8"},
         {"input": ["a"] * 100_000},
         {"input": "x" * (LENGTH + 1)},

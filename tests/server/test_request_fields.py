@@ -1,11 +1,16 @@
 """Fields that would change the answer are supported or refused by name. Only harmless ones are ignored."""
 
+import base64
+import math
+
 import httpx
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.server.answers.embedding import first_values
 from jaxserve.server.app import create_app
 from jaxserve.server.http.body import MAX_ITEMS
 from jaxserve.server.schemas.chat import ChatBody
@@ -14,6 +19,7 @@ from jaxserve.server.schemas.harmless import HARMLESS, HARMLESS_IN_MESSAGES, HAR
 from jaxserve.server.schemas.other import TokenizeBody
 from jaxserve.server.schemas.unsupported import UNSUPPORTED, UNSUPPORTED_IN_MESSAGES, UNSUPPORTED_IN_TOKENIZE
 from jaxserve.server.settings import ServerSettings
+from tests.server.answering import answering
 from tests.server.fake import FakeClient, byte_tokenizer
 from tests.server.serving import serving
 
@@ -449,11 +455,47 @@ def test_allowed_token_ids_may_be_as_many_as_the_vocabulary_has(http, fake, path
     assert http.post(path, json=BODIES[path] | {"allowed_token_ids": many}).status_code == 200
 
 
-def test_embedding_dimensions_equal_to_the_models_are_accepted(http, fake):
-    size = fake.info.hidden_size
-    assert http.post(EMBEDDINGS, json={"input": "a", "dimensions": size}).status_code == 200
-    error = refusal(http.post(EMBEDDINGS, json={"input": "a", "dimensions": size - 1}))
-    assert (error["param"], error["value"], error["limit"]) == ("dimensions", size - 1, size)
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_embeddings_of_fewer_dimensions_have_length_one(http, encoding):
+    whole = [3, 1, -0.5, 0.25]  # of the engine
+    for dimensions, expected in {4: whole, 2: [3 / math.hypot(3, 1), 1 / math.hypot(3, 1)], 1: [1]}.items():
+        asked = {"input": ["abc", "abc"], "dimensions": dimensions, "encoding_format": encoding}
+        for entry in http.post(EMBEDDINGS, json=asked).json()["data"]:
+            given = entry["embedding"]
+            values = np.frombuffer(base64.b64decode(given), "<f4") if encoding == "base64" else given
+            assert [*values] == pytest.approx(expected, rel=1e-6)
+    for wrong, limit in ((5, 4), (0, 1), (-1, 1)):
+        error = refusal(http.post(EMBEDDINGS, json={"input": "a", "dimensions": wrong}))
+        assert (error["param"], error["value"], error["limit"]) == ("dimensions", wrong, limit)
+
+
+def test_first_values_that_are_all_zero_stay_zero():
+    assert first_values(np.array([0, 0, 1], np.float32), 2).tolist() == [0, 0]
+
+
+def test_conversation_is_embedded_by_the_chat_template():
+    engine = answering("")
+    http = TestClient(create_app(engine, ServerSettings()))
+    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    for fields, expected in (
+        ({}, "[user]hi\n[assistant]ho\n"),
+        ({"add_generation_prompt": True}, "[user]hi\n[assistant]ho\n[assistant]"),
+        ({"truncate_prompt_tokens": 3}, "ho\n"),
+    ):
+        answer = http.post(EMBEDDINGS, json={"messages": conversation, **fields}).json()
+        assert answer["usage"]["prompt_tokens"] == len(expected)
+        assert answer["data"][0]["embedding"][0] == len(expected)
+    assert http.post(EMBEDDINGS, json={"messages": conversation, "chat_template_kwargs": {"x": 1}}).status_code == 400
+    long = [{"role": "user", "content": "x" * 9000}]
+    for wrong, field in (
+        ({"messages": conversation, "input": "a"}, "input"),
+        ({}, "input"),
+        ({"messages": conversation, "tools": [{}]}, "tools"),
+        ({"input": "a", "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ({"input": "a", "continue_final_message": True}, "continue_final_message"),
+        ({"messages": long}, "messages"),
+    ):
+        assert refusal(http.post(EMBEDDINGS, json=wrong))["param"] == field
 
 
 @pytest.mark.parametrize(

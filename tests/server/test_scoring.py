@@ -5,13 +5,16 @@ import math
 import httpx
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 from jaxserve.core.errors import EngineFailed
 from jaxserve.core.request import RequestOutput
+from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.server.answers.embedding import similarities
+from jaxserve.server.app import create_app
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_DOCUMENTS, UNSUPPORTED_IN_SCORING
 from jaxserve.server.settings import ServerSettings
-from tests.server.fake import FakeClient
+from tests.server.fake import END, FakeClient, byte_tokenizer
 from tests.server.serving import serving
 
 SCORE, RERANK = "/v1/score", "/v1/rerank"
@@ -64,6 +67,10 @@ def refusal(response: httpx.Response) -> dict:
 def cosine(a: int, b: int) -> float:
     """Return the cosine of the texts "aaa" and one of `a` times "a" and `b` times "b"."""
     return pytest.approx(a / math.hypot(a, b))
+
+
+def cosine_of(a: int, b: int) -> float:
+    return a / math.hypot(a, b)
 
 
 def test_score_of_a_text_with_itself_is_one(http):
@@ -220,3 +227,26 @@ def test_more_texts_than_the_queue_holds_run_in_batches():
 def test_failed_engine_is_an_error():
     with serving(CountingClient(fail_after=0, failure=EngineFailed("a step raised"))) as address:
         assert httpx.post(address.url + RERANK, json=QUERY).status_code == 500
+
+
+def test_first_tokens_of_documents_are_ranked(http):
+    query = {"query": "a", "documents": ["abbbb", "aacc", "b"]}
+    for most, expected in {1: [1, 1, 0], 2: [cosine_of(1, 1), 1, 0], 4: [cosine_of(1, 3), cosine_of(2, 2), 0]}.items():
+        results = answer(http.post(RERANK, json=query | {"max_tokens_per_doc": most}))["results"]
+        assert {each["index"]: each["relevance_score"] for each in results} == pytest.approx(dict(enumerate(expected)))
+        assert [query["documents"][each["index"]] for each in results] == [each["document"]["text"] for each in results]
+    long = {"query": "a", "documents": ["a" + "b" * 10_000], "max_tokens_per_doc": 10**30}
+    assert refusal(http.post(RERANK, json=long))["param"] == "documents"
+    assert answer(http.post(RERANK, json=long | {"max_tokens_per_doc": 64}))["usage"]["prompt_tokens"] == 65
+    assert "use max_tokens_per_doc" in refusal(http.post(RERANK, json=query | {"max_doc_length": 5}))["message"]
+
+
+def test_special_tokens_stay_around_the_first_tokens_of_a_document():
+    tokenizer = Tokenizer(byte_tokenizer()._tokenizer, special_tokens={"bos_token": END}, add_bos=True, add_eos=False)
+    engine = CountingClient(tokenizer=tokenizer)
+    http = TestClient(create_app(engine, ServerSettings()))
+    body = {"query": "a", "documents": ["abcd"], "max_tokens_per_doc": 2}
+    answer(http.post(RERANK, json=body))
+    assert tokenizer.decode(engine.seen[-1].token_ids, skip_special_tokens=False) == f"{END}ab"
+    answer(http.post(RERANK, json=body | {"add_special_tokens": False}))
+    assert tokenizer.decode(engine.seen[-1].token_ids, skip_special_tokens=False) == "ab"

@@ -32,6 +32,18 @@ def embedding_usage(prompts: Sequence[TokensPrompt]) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
+def first_values(embedding: np.ndarray, dimensions: int | None) -> np.ndarray:
+    """Return the first values of an embedding, scaled to length 1. `dimensions`: their number, None for all as is.
+
+    Models that were trained for it (Matryoshka embeddings) put the most important values first.
+    """
+    if dimensions is None or dimensions >= len(embedding):
+        return embedding
+    first = embedding[:dimensions]
+    length = np.linalg.norm(first)
+    return first / length if length > 0 else first
+
+
 def similarities(left: Sequence[RequestOutput], right: Sequence[RequestOutput]) -> list[float]:
     """Return the cosine of each pair of embeddings. One on the left is paired with all others."""
     a, b = (np.stack([np.asarray(output.embedding, np.float64) for output in side]) for side in (left, right))

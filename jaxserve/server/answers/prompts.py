@@ -101,6 +101,28 @@ def _of_text(text: str, encoded: Encoded) -> TokensPrompt:
     return TokensPrompt(tuple(encoded.token_ids), None if encoded.cut else text)
 
 
+async def first_tokens(
+    client: EngineClient, texts: Sequence[str], most: int, *, add_special_tokens: bool
+) -> list[str | tuple[int, ...]]:
+    """Return texts of at most `most` tokens unchanged, and of others the ids of their first `most` tokens.
+
+    Special tokens, with `add_special_tokens`, are not counted: those before and after a text stay.
+    """
+    longest = client.tokenizer.max_characters(most + 1)
+
+    def shortened(text: str) -> str | tuple[int, ...]:
+        begun = text[:longest]
+        own = client.tokenizer.encode(begun, False)
+        if len(own) <= most:
+            return text
+        ids = client.tokenizer.encode(begun, True) if add_special_tokens else own
+        before = next((i for i in range(len(ids) - len(own) + 1) if ids[i : i + len(own)] == own), 0)
+        return (*ids[: before + most], *ids[before + len(own) :])
+
+    size = sum(min(len(text), longest) for text in texts)
+    return await off_loop_if_large(size, lambda: [shortened(text) for text in texts])
+
+
 async def fim_prompts(
     client: EngineClient,
     fim: FillInMiddle,

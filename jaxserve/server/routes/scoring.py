@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from jaxserve.core.request import TraceContext
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.server.answers.embedding import embed_all, embedding_usage, similarities
-from jaxserve.server.answers.prompts import tokens_prompts
+from jaxserve.server.answers.prompts import first_tokens, tokens_prompts
 from jaxserve.server.errors import rename_error_fields
 from jaxserve.server.http.json_text import to_json
 from jaxserve.server.http.offload import off_loop_if_large
@@ -51,10 +51,14 @@ async def _rerank(body: RerankBody, request: Request, state: State, *, with_docu
     model = state.check_model(body.model)
     body.check()
     texts = parse_prompts(texts_of(body.documents), "documents", state.settings.max_prompts)
+    if body.max_tokens_per_doc is not None:
+        special = body.add_special_tokens is not False
+        documents = texts_of(body.documents)
+        texts = await first_tokens(state.client(), documents, body.max_tokens_per_doc, add_special_tokens=special)
     sides = ("query", list(texts_of([body.query]))), ("documents", texts)
     answer = {"id": new_id("rerank"), "model": model}
-    documents = body.documents if with_documents else None
-    return await _compared(body, request, state, sides, answer, partial(_ranking, body.top_n, documents))
+    shown = body.documents if with_documents else None
+    return await _compared(body, request, state, sides, answer, partial(_ranking, body.top_n, shown))
 
 
 async def _compared(
@@ -85,9 +89,8 @@ async def _prompts(client: EngineClient, body: EmbeddedBody, side: Side) -> list
     field, texts = side
     keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, client.info.max_model_len)
     with rename_error_fields({"prompt": field}):
-        return await tokens_prompts(
-            client, texts, add_special_tokens=body.add_special_tokens, keep=keep, generates=False
-        )
+        special = body.add_special_tokens is not False
+        return await tokens_prompts(client, texts, add_special_tokens=special, keep=keep, generates=False)
 
 
 def _score_entries(scores: list[float]) -> dict[str, Any]:

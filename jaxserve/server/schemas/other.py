@@ -10,10 +10,12 @@ from jaxserve.server.schemas.chat import ChatMessage, Conversation
 from jaxserve.server.schemas.common import Priority, SamplingBody
 from jaxserve.server.schemas.harmless import HARMLESS
 from jaxserve.server.schemas.prompts import PROMPT_SCHEMA
+from jaxserve.server.schemas.tools import ToolsBody
 from jaxserve.server.schemas.unsupported import (
     UNSUPPORTED,
     UNSUPPORTED_IN_DETOKENIZE,
     UNSUPPORTED_IN_TOKENIZE,
+    check_unsupported,
 )
 
 # Tokens do not depend on how an answer is sampled: clients may send the body of a generation to count its tokens.
@@ -25,27 +27,40 @@ class EmbeddedBody(Body):
 
     model: str | None = None
     user: str | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # None: True for texts, False for messages
     priority: Priority = 0
     truncate_prompt_tokens: int | None = None
 
 
-class EmbeddingBody(EmbeddedBody):
-    """Inputs to embed, as in OpenAI's API reference."""
+class EmbeddingBody(EmbeddedBody, Conversation):
+    """Inputs to embed, as in OpenAI's API reference, or as in vLLM a conversation.
 
-    input: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
+    `dimensions`: the number of the first values of an embedding to return, scaled to length 1 again.
+    """
+
+    input: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)] = None
+    messages: Annotated[list[ChatMessage], FailFast()] = []  # noqa: RUF012 - pydantic copies defaults
+    add_generation_prompt: bool = False
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
 
     def check(self, hidden_size: int) -> None:
-        """Raise RequestError if a field is not supported, or `dimensions` is not the model's `hidden_size`."""
+        """Raise RequestError if a field is not supported, or `dimensions` is not between 1 and `hidden_size`."""
         self.check_extra()
-        if self.dimensions not in (None, hidden_size):
+        of_others = ToolsBody if self.messages else Conversation
+        given = self.model_fields_set & of_others.model_fields.keys()
+        check_unsupported({name: getattr(self, name) for name in sorted(given)}, UNSUPPORTED)
+        if (self.input is None) == (not self.messages):
+            error = RequestError("give either input or messages, not both or none", field="input")
+            error.code = None if self.messages else "missing_required_parameter"
+            raise error
+        if self.dimensions is not None and not 1 <= self.dimensions <= hidden_size:
             raise RequestError(
-                f"dimensions is {self.dimensions}: it must be {hidden_size}, the length of the model's embeddings",
+                f"dimensions is {self.dimensions}: it must be from 1 to {hidden_size}, the length of the model's "
+                "embeddings",
                 field="dimensions",
                 value=self.dimensions,
-                limit=hidden_size,
+                limit=hidden_size if self.dimensions > 0 else 1,
             )
 
 

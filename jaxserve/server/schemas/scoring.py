@@ -70,12 +70,14 @@ class RerankBody(EmbeddedBody):
     """Documents to rank by their similarity to a query, as in the APIs of Jina and Cohere.
 
     `top_n`: the number of results, 0 for all. `return_documents`: None means the endpoint's default.
+    `max_tokens_per_doc`: the number of a document's first tokens that are read, None for all.
     """
 
     query: Text
     documents: Annotated[list[Text], FailFast()]
     top_n: Annotated[int, Field(ge=0)] = 0
     return_documents: bool | None = None
+    max_tokens_per_doc: Annotated[int | None, Field(ge=1)] = None
 
     def check(self) -> None:
         """Raise RequestError if a field, or a field of a document, is not supported."""
