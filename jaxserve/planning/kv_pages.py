@@ -34,7 +34,7 @@ def with_kv_pages(spec: EngineSpec, limits: Resources) -> Resources:
     rooms = rooms_of(spec.plan.instances, limits)
     merged = [_Merged.of(spec, limits, degree) for degree in config.degrees.larger()]
     groups = [_Merged.group_of(spec, limits, rooms, lanes) for lanes in range(2, _max_lanes(spec) + 1)]
-    min_pages = _check_rooms(config, rooms, merged)
+    min_pages = _check_rooms(spec, rooms, merged)
     starts = [*rooms, *(each.for_members for each in merged)]  # pages at the start must fit before and after a merge
     pages, reserved = _start_and_reserved(spec, rooms, starts)
     taken = max(sum(room.entries.values()) + pages * room.page + room.pools * granule for room in rooms)
@@ -274,15 +274,16 @@ def _max_model_len(spec: EngineSpec, pages: int) -> int:
 # -- what does not fit
 
 
-def _check_rooms(config: EngineConfig, rooms: Sequence[Room], merged: Sequence[_Merged]) -> int:
+def _check_rooms(spec: EngineSpec, rooms: Sequence[Room], merged: Sequence[_Merged]) -> int:
     """Return the fewest KV pages that an instance of the start can have.
 
     Raise `MemoryBudgetError` if the memory budget has no room for them, or for the longest sequence at any degree.
     """
+    config = spec.config
     longest = 2 if config.max_model_len is None else _pages_of(config.max_model_len, config)
     for each in merged:
-        check_room(each.room, longest if each.degree == config.degrees.max_tp else 2)
+        check_room(each.room, longest if each.degree == config.degrees.max_tp else 2, spec)
     min_pages = 2 if merged else longest  # a longer sequence waits until instances have merged
     for room in rooms:
-        check_room(room, min_pages)
+        check_room(room, min_pages, spec)
     return min_pages

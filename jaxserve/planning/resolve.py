@@ -28,13 +28,14 @@ from jaxserve.kernels import GRANULE, is_elastic, native
 from jaxserve.models.quantized import split_unit
 from jaxserve.parallel.devices import device_memory, devices
 from jaxserve.parallel.padding import padded_config
+from jaxserve.planning.budget import check_memory_gb
 from jaxserve.planning.defaults import PLATFORMS, served_dtype
 from jaxserve.planning.memory import MemoryPlan, plan_memory, runtime_bytes
 from jaxserve.planning.sizes import BlockSizes, padding_cost
 from jaxserve.planning.spec import EngineSpec, dtype_of, has_quantized
 
 # The name of the most that a budget on an accelerator can be.
-DEVICE_LIMIT = "JAX's share of the device's memory (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+DEVICE_LIMIT = "JAX's share of the device's memory (--gpu-memory-utilization or XLA_CLIENT_MEM_FRACTION)"
 log = logging.getLogger(__name__)
 
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
@@ -71,6 +72,8 @@ def resolve(config: EngineConfig) -> Resolved:
     path = Path(config.model) if config.model is not None else bundled_model_path()
     checkpoint = open_checkpoint(path, load_format=config.load_format)
     xla_multiplies = not _native_multiplies_all(config, _in_dtype(config, checkpoint, "cpu").config)
+    if config.gpu_memory_utilization is not None:
+        _set_memory_share(config.gpu_memory_utilization)
     devices = _chosen(config, _devices(_num_devices(config), xla_multiplies=xla_multiplies))
     platform = devices[0].platform
     if platform not in PLATFORMS:
@@ -183,6 +186,12 @@ def _devices(wanted: int, *, xla_multiplies: bool) -> tuple[jax.Device, ...]:
     return devices()
 
 
+def _set_memory_share(share: float) -> None:
+    """Let JAX take this share of each GPU's memory, unless the environment says another or JAX has started."""
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its former name; JAX refuses to have both
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", f"{share:g}")
+
+
 def _num_devices(config: EngineConfig) -> int:
     """Return the number of devices that a configuration wants, of which instances may use some only later."""
     return config.virtual_devices or config.tp * config.pp * config.dp
@@ -227,22 +236,18 @@ def _budget(config: EngineConfig, devices: tuple[jax.Device, ...]) -> int:
     """Return the memory budget of one device in bytes."""
     platform = devices[0].platform
     memory = device_memory(devices[0]) if platform != "cpu" else None
+    if platform == "cpu" and config.gpu_memory_utilization is not None:
+        raise ConfigError(
+            f"gpu_memory_utilization is {config.gpu_memory_utilization:g}: the CPU has no memory of its own: use "
+            "memory_gb, the budget in GB (--memory-gb)"
+        )
     if config.memory_gb is not None:
         limit = host_memory_limit() if platform == "cpu" else memory and (memory, DEVICE_LIMIT)
-        _check_memory_gb(config.memory_gb, limit, free=host_memory() if platform == "cpu" else None)
+        check_memory_gb(config.memory_gb, limit, free=host_memory() if platform == "cpu" else None)
         budget = int(config.memory_gb * 1e9)
     else:
         budget = int((memory or host_memory()) * PLATFORMS[platform].memory_fraction)
     return budget // _devices_per_memory(config, platform)
-
-
-def _check_memory_gb(memory_gb: float, limit: tuple[int, str] | None, free: int | None) -> None:
-    """Raise `ConfigError` if a budget is above the limit (bytes, its name), and warn if it is above what is free."""
-    if limit is not None and memory_gb * 1e9 > limit[0]:
-        size, name = limit
-        raise ConfigError(f"memory_gb is {memory_gb:g}: it must be at most {size / 1e9:.3f}, {name} in GB")
-    if free is not None and memory_gb * 1e9 > free:
-        log.warning("memory_gb is %g, of which only %.3f GB are free now", memory_gb, free / 1e9)
 
 
 def _devices_per_memory(config: EngineConfig, platform: str) -> int:

@@ -11,6 +11,8 @@ from jaxserve.control.resources import Resources, stages_by_device
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
 from jaxserve.core.kv_layout import pages_covered
+from jaxserve.planning.budget import what_helps
+from jaxserve.planning.spec import EngineSpec
 
 MAX_POOL_BYTES = 2**46  # half of what a process can address
 
@@ -60,14 +62,14 @@ def rooms_of(instances: Iterable[InstancePlan], limits: Resources) -> list[Room]
     return rooms
 
 
-def check_room(room: Room, min_pages: int) -> None:
+def check_room(room: Room, min_pages: int, spec: EngineSpec) -> None:
     """Raise `MemoryBudgetError` if a device has no room for the fewest pages that an instance can have."""
     needs = {**room.entries, "KV pages": min_pages * room.page}
     if (needed := sum(needs.values())) > room.budget:
         parts = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in needs.items())
         raise MemoryBudgetError(
             f"the memory budget is {room.budget / 1e9:.3f} GB per device: device {room.device} needs at least "
-            f"{needed / 1e9:.3f} GB: {parts} (memory_gb, max_model_len, max_num_seqs)"
+            f"{needed / 1e9:.3f} GB: {parts}: {what_helps(spec, needs, room.budget)}"
         )
 
 

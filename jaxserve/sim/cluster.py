@@ -25,6 +25,7 @@ from jaxserve.core.precision import BITS
 from jaxserve.core.scale_groups import GROUP
 from jaxserve.engine.client import ModelInfo
 from jaxserve.parallel.padding import padded_config
+from jaxserve.planning.budget import check_memory_gb
 from jaxserve.planning.defaults import PLATFORMS, PlatformDefaults
 from jaxserve.planning.memory import COPY_RATES, MemoryPlan, plan_memory, runtime_bytes
 from jaxserve.planning.spec import EngineSpec, dtype_of
@@ -111,6 +112,8 @@ def resolve_cluster(
     shapes = (hardware.max_num_seqs, hardware.prefill_tokens, hardware.tile, hardware.min_rows)
     defaults, devices = PlatformDefaults(*shapes, fraction), config.tp * config.pp * config.dp
     spec = EngineSpec.of(config, model, (shape.dtype,) * shape.num_layers, platform, defaults, devices)
+    if config.memory_gb is not None:
+        check_memory_gb(config.memory_gb, (hardware.memory, "the memory of a device in the hardware file"), free=None)
     budget = int(hardware.memory * fraction if config.memory_gb is None else config.memory_gb * 1e9)
     runtime = runtime_bytes(spec, model) if platform == "cpu" else 0
 
