@@ -18,25 +18,34 @@ class ServerOptions:
 
     base_url: Annotated[
         str | None,
-        Option("Server", "Where the server listens; unix:PATH for a Unix socket.", default="http://127.0.0.1:8000"),
+        Option(
+            "Server",
+            "Where the server listens; unix:PATH for a Unix socket.",
+            default="http://127.0.0.1:8000",
+            first=True,
+        ),
     ] = None
     host: Annotated[str | None, Option("Server", "Host of --base-url, as for vLLM.")] = None
     port: Annotated[int | None, Option("Server", "Port of --base-url, as for vLLM.", minimum=1, maximum=65535)] = None
-    spawn: Annotated[bool, Option("Server", "Start a jaxserve server for this run, and stop it at the end.")] = False
+    spawn: Annotated[
+        bool, Option("Server", "Start a jaxserve server for this run, and stop it at the end.", first=True)
+    ] = False
     serve_args: Annotated[
-        str, Option("Server", 'With --spawn: arguments of `jaxserve serve`, as in "MODEL --tp 2".')
+        str, Option("Server", 'With --spawn: arguments of `jaxserve serve`, as in "MODEL --tp 2".', first=True)
     ] = ""
     spawn_timeout: Annotated[
         float, Option("Server", "With --spawn: seconds within which the server must be ready.")
     ] = 600.0
     endpoint: Annotated[
         Literal["completions", "chat", "/v1/completions", "/v1/chat/completions"] | None,
-        Option("Server", "Send prompts to complete, or chat messages.", default="completions"),
+        Option("Server", "Send prompts to complete, or chat messages.", default="completions", first=True),
     ] = None
     backend: Annotated[
         Literal["openai", "vllm", "openai-chat"] | None, Option("Server", "The endpoint, as vLLM names it.")
     ] = None
-    model: Annotated[str | None, Option("Server", "Served model to ask for.", default="the first one")] = None
+    model: Annotated[str | None, Option("Server", "Served model to ask for.", default="the first one", first=True)] = (
+        None
+    )
     tokenizer: Annotated[
         str | None,
         Option("Server", "Folder, tokenizer.json or name on the hub.", default="the one of the server's model"),
@@ -73,12 +82,14 @@ class LoadOptions:
     """Options of the load, and of the figures that are computed from it."""
 
     max_concurrency: Annotated[
-        int | None, Option("Load", "Most requests in flight.", default="no limit", minimum=1)
+        int | None, Option("Load", "Most requests in flight.", default="no limit", minimum=1, first=True)
     ] = None
     num_warmups: Annotated[int, Option("Load", "Unmeasured requests sent before the load.", minimum=0)] = 1
     goodput: Annotated[
         list[str] | None,
-        Option("Metrics", "Objectives in ms, such as ttft:500 tpot:50 e2el:5000; a good request meets all."),
+        Option(
+            "Metrics", "Objectives in ms, such as ttft:500 tpot:50 e2el:5000; a good request meets all.", first=True
+        ),
     ] = None
     percentile_metrics: Annotated[str, Option("Metrics", "Metrics that the table shows.")] = ",".join(METRICS)
     metric_percentiles: Annotated[str, Option("Metrics", "Percentiles to compute.")] = "90,95,99"
@@ -133,11 +144,12 @@ class ResultOptions:
             "Result",
             "JSON file, or a folder in which the file is named by label and date.",
             flags=("--save-result", "--output-json"),
+            first=True,
         ),
     ] = None
     result_dir: Annotated[Path | None, Option("Result", "Folder, as for vLLM.")] = None
     result_filename: Annotated[str | None, Option("Result", "File name in --result-dir, ending in .json.")] = None
-    label: Annotated[str | None, Option("Result", "Name of this configuration in tables and plots.")] = None
+    label: Annotated[str | None, Option("Result", "Name of this configuration in tables and plots.", first=True)] = None
     quiet: Annotated[bool, Option("Result", "No progress bar.", flags=("--quiet/--no-quiet", "--disable-tqdm"))] = False
 
     def destination(self) -> Path | None:
@@ -157,7 +169,11 @@ class CalibrateOptions:
 
     calibrate: Annotated[
         Path | None,
-        Option("Calibration", "Measure a server under load and write this hardware file for the simulator instead."),
+        Option(
+            "Calibration",
+            "Measure a server under load and write this hardware file for the simulator instead.",
+            first=True,
+        ),
     ] = None
     precisions: Annotated[
         str, Option("Calibration", "Precisions of the layers, such as bf16,int4; auto: the checkpoint's.")
@@ -177,10 +193,11 @@ class DatasetOptions:
             "Dataset",
             "sharegpt takes --dataset-path, trace takes --trace or --synthetic.",
             flags=("--dataset", "--dataset-name"),
+            first=True,
         ),
     ] = "random"
-    dataset_path: Annotated[Path | None, Option("Dataset", "JSON or JSONL file of conversations.")] = None
-    num_prompts: Annotated[int, Option("Dataset", "Number of requests.")] = 100
+    dataset_path: Annotated[Path | None, Option("Dataset", "JSON or JSONL file of conversations.", first=True)] = None
+    num_prompts: Annotated[int, Option("Dataset", "Number of requests.", first=True)] = 100
     input_len: Annotated[
         str | None,
         Option(
@@ -188,6 +205,7 @@ class DatasetOptions:
             "Prompt tokens: 512, uniform:100,900, normal:512,100 or lognormal:512,300.",
             default="512",
             flags=("--input-len", "--random-input-len", "--prefix-repetition-suffix-len"),
+            first=True,
         ),
     ] = None
     output_len: Annotated[
@@ -197,6 +215,7 @@ class DatasetOptions:
             "Answer tokens, in the forms of --input-len.",
             default="128; for sharegpt, as in the file",
             flags=("--output-len", "--random-output-len", "--sharegpt-output-len", "--prefix-repetition-output-len"),
+            first=True,
         ),
     ] = None
     range_ratio: Annotated[
@@ -229,7 +248,9 @@ class DatasetOptions:
 class ArrivalOptions:
     """Options of arrival times, which do not apply to a trace."""
 
-    request_rate: Annotated[float, Option("Arrivals", "Requests per second; inf: all at once.")] = float("inf")
+    request_rate: Annotated[float, Option("Arrivals", "Requests per second; inf: all at once.", first=True)] = float(
+        "inf"
+    )
     burstiness: Annotated[
         float, Option("Arrivals", "Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier.")
     ] = 1.0
@@ -263,10 +284,15 @@ class TraceOptions:
 
     trace: Annotated[
         Path | None,
-        Option("Trace", "CSV(.gz) with arrival_s,input_tokens,output_tokens; Azure, BurstGPT or Mooncake files."),
+        Option(
+            "Trace",
+            "CSV(.gz) with arrival_s,input_tokens,output_tokens; Azure, BurstGPT or Mooncake files.",
+            first=True,
+        ),
     ] = None
     synthetic: Annotated[
-        str | None, Option("Trace", "Profile of a generated trace: azure-conv, azure-code, azure-burst or burstgpt.")
+        str | None,
+        Option("Trace", "Profile of a generated trace: azure-conv, azure-code, azure-burst or burstgpt.", first=True),
     ] = None
     duration: Annotated[float, Option("Trace", "With --synthetic: seconds of traffic.")] = 60.0
     rate: Annotated[

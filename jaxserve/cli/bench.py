@@ -18,9 +18,9 @@ from jaxserve.bench.options import (
     ServerOptions,
     TraceOptions,
 )
+from jaxserve.cli.app import App, BenchCommand
 from jaxserve.cli.options import OFFLINE, OptionsOf, expand_options
 from jaxserve.cli.terminal import exit_with_status
-from jaxserve.cli.vllm_spelling import VllmCommand
 from jaxserve.console.bars import console
 from jaxserve.console.progress import progress_bar
 from jaxserve.core.config import EngineConfig
@@ -31,11 +31,9 @@ from jaxserve.core.files import ensure_file
 if TYPE_CHECKING:
     from jaxserve.bench.result import Kind, Result
 
-app = typer.Typer(
+app = App(
     name="bench",
     help="Measure a server under load or the engine alone, and compare results.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 OfflineEngine = Annotated[EngineConfig, OptionsOf(EngineConfig, OFFLINE)]
 
@@ -43,7 +41,7 @@ OfflineEngine = Annotated[EngineConfig, OptionsOf(EngineConfig, OFFLINE)]
 # -- a server over HTTP
 
 
-@app.command(cls=VllmCommand)
+@app.command(cls=BenchCommand)
 @expand_options
 def serve(
     server: ServerOptions,
@@ -57,7 +55,7 @@ def serve(
     _measure("serve", load, result, server, dataset, arrivals, trace)
 
 
-@app.command(name="trace", cls=VllmCommand)
+@app.command(name="trace", cls=BenchCommand)
 @expand_options
 def replay(
     file: Annotated[Path | None, typer.Argument(help="The trace file, as with --trace.", show_default=False)] = None,
@@ -73,7 +71,7 @@ def replay(
     _measure("trace", load, result, server, DatasetOptions(dataset="trace", seed=seed), ArrivalOptions(), trace)
 
 
-@app.command(cls=VllmCommand)
+@app.command(cls=BenchCommand)
 @expand_options
 def compare(
     results: Annotated[list[Path] | None, typer.Argument(help="Result files to compare.", show_default=False)] = None,

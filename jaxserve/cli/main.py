@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxserve._version import __version__
+from jaxserve.cli.app import App, Root
 from jaxserve.cli.bench import app as bench
 from jaxserve.cli.options import (
     IN_TERMINAL,
@@ -25,14 +26,14 @@ from jaxserve.cli.options import (
 )
 from jaxserve.cli.plan import app as plan
 from jaxserve.cli.profile import profile
-from jaxserve.cli.quantize import app as quantization
+from jaxserve.cli.quantize import quantize
 from jaxserve.cli.run_batch import run_batch
 from jaxserve.cli.sim import app as simulation
 from jaxserve.cli.streams import end_on_write_errors, forgive_write_errors, open_closed_streams, read_texts_as_utf8
 from jaxserve.cli.terminal import (
-    Commands,
     configure_logging,
     print_error,
+    print_notice,
     read_stdin,
     repeat_lost_interrupts,
     replace_unknown_characters,
@@ -52,15 +53,9 @@ if TYPE_CHECKING:
 
 # The commands import slow modules when they run, so that --help is fast.
 
-app = typer.Typer(
-    name="jaxserve",
-    help="LLM serving on JAX/XLA.",
-    cls=Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = App(name="jaxserve", help="LLM serving on JAX/XLA.", cls=Root)
 KEYS = ("JAXSERVE_API_KEY", "JAXSERVE_ADMIN_KEY")  # environment variables
+FOREIGN = ("VLLM_", "SGLANG_", "LLAMA_ARG_", "OLLAMA_")  # beginnings of variables that other servers read
 ENGINE_FIELDS = tuple(field.name for field in options_of(EngineConfig))
 Model = Annotated[str | None, typer.Option(help=MODEL, rich_help_panel="Model", show_default=False)]
 TerminalOptions = Annotated[Given, OptionsOf(EngineConfig, IN_TERMINAL)]
@@ -92,6 +87,8 @@ def serve(
     for name in KEYS:
         if os.environ.get(name) == "":
             raise ConfigError(f"{name} is empty: unset it to serve without a key")
+    if foreign := sorted(name for name in os.environ if name.startswith(FOREIGN)):
+        print_notice(f"{', '.join(foreign)}: not read; see jaxserve serve --help, and {KEYS[0]}")
     chosen = engine | server | ({} if model is None else {"model": model})
     engine_config, settings = resolve(read_config(config) if config else {}, chosen)
     configure_logging(settings.log_level, access=settings.access_log)
@@ -143,7 +140,7 @@ def chat(
 
 app.command(name="run-batch")(run_batch)
 app.command()(profile)
-app.add_typer(quantization)
+app.command()(quantize)
 app.add_typer(plan)
 app.add_typer(bench)
 app.add_typer(simulation)
@@ -159,7 +156,7 @@ def main() -> None:
     try:
         read_texts_as_utf8(KEYS)
         try:
-            app()
+            app(prog_name="jaxserve")
         finally:
             sys.stdout.flush()
     except ConfigError as error:

@@ -10,6 +10,7 @@ import typer
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.options import Option, OptionField, check_ranges, options_of
+from jaxserve.core.vllm_options import COMMAND_LINE
 
 Given = dict[str, Any]
 """Options given on the command line, by field of a configuration."""
@@ -35,24 +36,28 @@ OFFLINE = IN_TERMINAL | {"model", "kv_pages", "max_num_seqs", "max_num_batched_t
 class SamplingOptions:
     """Sampling options of `jaxserve generate`, which are fields of `SamplingParams`."""
 
-    max_tokens: Annotated[int, Option("Sampling", "Maximum number of tokens to generate.")] = 128
-    temperature: Annotated[float, Option("Sampling", "Sampling temperature; 0: always the likeliest token.")] = 0.7
+    max_tokens: Annotated[int, Option("Sampling", "Maximum number of tokens to generate.", first=True)] = 128
+    temperature: Annotated[
+        float, Option("Sampling", "Sampling temperature; 0: always the likeliest token.", first=True)
+    ] = 0.7
     top_p: Annotated[
-        float, Option("Sampling", "Sample from the likeliest tokens that together have this probability.")
+        float, Option("Sampling", "Sample from the likeliest tokens that together have this probability.", first=True)
     ] = 0.95
     top_k: Annotated[int, Option("Sampling", "Sample from this many of the likeliest tokens; 0: all.")] = 0
     repetition_penalty: Annotated[
         float, Option("Sampling", "Penalty on tokens that already occurred; above 1: fewer repetitions.")
     ] = 1.0
-    seed: Annotated[int | None, Option("Sampling", "Random seed; the same seed gives the same answer.")] = None
-    stop: Annotated[list[str] | None, Option("Sampling", "Text that ends the answer (repeatable).")] = None
+    seed: Annotated[int | None, Option("Sampling", "Random seed; the same seed gives the same answer.", first=True)] = (
+        None
+    )
+    stop: Annotated[list[str] | None, Option("Sampling", "Text that ends the answer (repeatable).", first=True)] = None
 
 
 @dataclass(frozen=True)
 class ChatSamplingOptions(SamplingOptions):
     """Sampling options of `jaxserve chat`, whose answers may be longer."""
 
-    max_tokens: Annotated[int, Option("Sampling", "Maximum number of tokens of an answer.")] = 512
+    max_tokens: Annotated[int, Option("Sampling", "Maximum number of tokens of an answer.", first=True)] = 512
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -82,6 +87,10 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
         command(**values)
 
     expanded.__name__, expanded.__doc__ = command.__name__, command.__doc__
+    options = [field for marked in groups.values() for field in marked.fields()]
+    expanded.shown_later = {field.name for field in options if not field.option.first}  # type: ignore[attr-defined]
+    # Options of other engines that the command explains; a command with the degree --tp has options of an engine.
+    expanded.others = COMMAND_LINE if any(field.name == "tp" for field in options) else {}  # type: ignore[attr-defined]
     expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return expanded

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from jaxserve.cli.app import App
 from jaxserve.cli.terminal import read_stdin
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import read_text
@@ -14,11 +15,9 @@ from jaxserve.core.files import read_text
 if TYPE_CHECKING:
     from jaxserve.cli.plan_client import PlanClient
 
-app = typer.Typer(
+app = App(
     name="plan",
     help="Show and change the plan of a running server: its instances, layer precisions and KV pages.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 Url = Annotated[str, typer.Option(help="Address of the server; unix:PATH for a Unix socket.", envvar="JAXSERVE_URL")]
 AdminKey = Annotated[

@@ -12,10 +12,7 @@ if TYPE_CHECKING:
     from jaxserve.calibration.pipeline import QuantizationSettings
     from jaxserve.calibration.run import Result
 
-app = typer.Typer()
 
-
-@app.command()
 def quantize(
     model: Annotated[
         Path | None,

@@ -6,17 +6,12 @@ import typer
 
 from jaxserve.bench.interrupts import signals_as_ctrl_c
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, ResultOptions, TraceOptions
+from jaxserve.cli.app import App, BenchGroup
 from jaxserve.cli.options import expand_options
 from jaxserve.cli.terminal import exit_with_status
-from jaxserve.cli.vllm_spelling import VllmGroup
 from jaxserve.sim.options import ClusterOptions, FigureOptions
 
-app = typer.Typer(
-    name="sim",
-    cls=VllmGroup,
-    invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = App(name="sim", cls=BenchGroup, invoke_without_command=True, no_args_is_help=False)
 
 
 @app.callback()

@@ -11,11 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
 from jaxserve.console.bars import console
 from jaxserve.core.errors import ConfigError, JaxserveError
-from jaxserve.core.vllm_options import ENGINE
 
 REPEAT_INTERRUPT_S = 0.05
 INTERRUPTED = 130  # exit status after Ctrl-C, the convention of shells
@@ -32,20 +30,6 @@ LIMITS = {
 }
 
 
-class Commands(TyperGroup):
-    """A group of commands that ends with one line after Ctrl-C, and after an error that a user can correct."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse what stands before the name of a command."""
-        with exit_on_error():
-            return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Parse the arguments of the chosen command, and run it."""
-        with exit_on_error():
-            return super().invoke(ctx)
-
-
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
     """Turn Ctrl-C, a wrong use, a `JaxserveError` or an error about a file into one line and an exit status."""
@@ -53,7 +37,8 @@ def exit_on_error() -> Iterator[None]:
         yield
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
-            raise
+            typer.echo(error.message)
+            raise typer.Exit(WRONG_USE) from error
         print_error(_usage_message(error) + (f"; see {error.ctx.command_path} --help" if error.ctx else ""))
         raise typer.Exit(WRONG_USE) from error
     except KeyboardInterrupt as interrupt:
@@ -82,10 +67,6 @@ def exit_with_status(results: Iterable[Mapping[str, Any]]) -> None:
 def _usage_message(error: Any) -> str:
     """Return what was given on the command line and what is allowed."""
     flags = getattr(getattr(error, "param", None), "opts", None)
-    name = getattr(error, "option_name", "")
-    if isinstance(name, str) and (other := ENGINE.get(name.lstrip("-").replace("-", "_"))):
-        advice = f"use --{other.same.replace('_', '-')}" if other.same else other.reason
-        return f"no such option: {name}: {advice}"
     if not error.message or not flags:  # a missing or an unknown name
         text: str = error.format_message().rstrip(".")
         return text[:1].lower() + text[1:]
@@ -100,6 +81,11 @@ def _usage_message(error: Any) -> str:
 def print_error(message: str) -> None:
     """Print an error in one line on standard error."""
     console.print(f"jaxserve: {message}", style="bold red", markup=False, soft_wrap=True)
+
+
+def print_notice(message: str) -> None:
+    """Print what a user should know, but need not correct, in one line on standard error."""
+    console.print(f"jaxserve: {message}", style="yellow", markup=False, soft_wrap=True)
 
 
 def configure_logging(level: str, *, access: bool = False) -> None:

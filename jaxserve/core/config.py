@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
 from jaxserve.core.block_names import layer_name
 from jaxserve.core.degrees import Degrees
 from jaxserve.core.keywords import explains_keywords
 from jaxserve.core.options import Option
+from jaxserve.core.other_values import VALUES
 from jaxserve.core.plain_values import make_plain
 from jaxserve.core.vllm_options import ENGINE
 
@@ -21,17 +22,6 @@ MetricsPrefix = Literal["jaxserve", "vllm", "both"]
 """Names of metrics: all under `jaxserve_`; under `vllm:` where vLLM has them, and else under `jaxserve_`; or both."""
 Microbatches = Literal["lookahead", "tokens"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
-
-
-OTHER_DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
-"""Names of types in vLLM and PyTorch."""
-
-
-def dtype_name(dtype: Any) -> Any:
-    """Return the name of a type that may have another name or be one of NumPy, JAX or PyTorch; any other as it is."""
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
-    name = OTHER_DTYPES.get(name, name)
-    return name if name in get_args(DType) else dtype
 
 
 @dataclass(frozen=True)
@@ -134,6 +124,7 @@ class EngineConfig:
             "Chat template: a Jinja file, plain, vicuna, chatml, or the name of one of the model's own templates.",
             default="the model's",
             in_terminal=True,
+            first=True,
         ),
     ] = None
     served_model_name: str | None = None  # for clients and metrics; None: the name of the folder
@@ -149,6 +140,7 @@ class EngineConfig:
             "Model",
             "Precision of weights, activations and KV cache; auto: the checkpoint's, bfloat16 where float16 is slow.",
             in_terminal=True,
+            first=True,
         ),
     ] = "auto"
     seed: Annotated[int, Option("Model", "Random seed for requests that give none.")] = 0
@@ -158,6 +150,7 @@ class EngineConfig:
             "Model",
             "Precision of the layers' weights: int8, int4 or int3; auto: the checkpoint's.",
             in_terminal=True,
+            first=True,
         ),
     ] = "auto"
     layer_precision: Annotated[
@@ -194,6 +187,7 @@ class EngineConfig:
             "objectives and thresholds of morph), tp_transform (instances merge and split, up to --max-tp), "
             "param_drop (instances drop layers that they have in common and restore them, up to --max-pp), a YAML "
             "file or FILE.py:NAME; several with + in between decide together, as in tp_transform+morph.",
+            first=True,
         ),
     ] = "static"
     slo_ttft: Annotated[
@@ -203,6 +197,7 @@ class EngineConfig:
             "Target for the time to the first token in seconds, for the policy.",
             default="the policy's",
             above=0,
+            first=True,
         ),
     ] = None
     slo_tpot: Annotated[
@@ -212,6 +207,7 @@ class EngineConfig:
             "Target for the time per output token in seconds, for the policy.",
             default="the policy's: none",
             above=0,
+            first=True,
         ),
     ] = None
     max_quality_loss: Annotated[
@@ -239,14 +235,31 @@ class EngineConfig:
         Option(
             "Memory",
             "Memory budget in GB, never exceeded. At most what the machine, or the device, has.",
-            default="half of the free host memory on CPU, 90 % of the device's memory elsewhere",
+            default="half of the free host memory on CPU, 90 % of what JAX may take of a device's elsewhere",
             above=0,
             in_terminal=True,
+            first=True,
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        Option(
+            "Memory",
+            "Share of a GPU's memory that JAX may take, as in vLLM; on CPU use --memory-gb.",
+            default="JAX's: 0.75",
+            above=0,
+            maximum=1,
         ),
     ] = None
     max_model_len: Annotated[
         int | None,
-        Option("Memory", "Maximum tokens of prompt and answer together.", default="the model's", in_terminal=True),
+        Option(
+            "Memory",
+            "Maximum tokens of prompt and answer together, such as 4096, 4k (4,000) or auto.",
+            default="the model's, or as many as the memory holds",
+            in_terminal=True,
+            first=True,
+        ),
     ] = None
     page_size: Annotated[int, Option("Memory", "Tokens per KV page.", minimum=1)] = 16
     kv_pages: Annotated[
@@ -264,7 +277,10 @@ class EngineConfig:
     kv_cache_dtype: Annotated[
         KVCacheDType,
         Option(
-            "Memory", "Precision of the KV cache: int8 takes about half the memory; auto: as --dtype.", in_terminal=True
+            "Memory",
+            "Precision of the KV cache: int8 takes about half the memory; auto: as --dtype.",
+            in_terminal=True,
+            first=True,
         ),
     ] = "auto"
     prefix_caching: Annotated[
@@ -273,7 +289,13 @@ class EngineConfig:
     # -- scheduling
     max_num_seqs: Annotated[
         int | None,
-        Option("Scheduling", "Maximum number of sequences that run at once.", default="32 on CPU, else 256", minimum=1),
+        Option(
+            "Scheduling",
+            "Maximum number of sequences that run at once.",
+            default="32 on CPU, else 256",
+            minimum=1,
+            first=True,
+        ),
     ] = None
     max_num_batched_tokens: Annotated[
         int | None,
@@ -314,15 +336,21 @@ class EngineConfig:
     ] = None
     # -- parallelism
     tp: Annotated[
-        int, Option("Parallelism", "Tensor parallelism: number of devices that share every layer.", in_terminal=True)
+        int,
+        Option(
+            "Parallelism", "Tensor parallelism: number of devices that share every layer.", in_terminal=True, first=True
+        ),
     ] = 1
     pp: Annotated[
         int,
         Option(
-            "Parallelism", "Pipeline parallelism: number of stages that the layers are divided into.", in_terminal=True
+            "Parallelism",
+            "Pipeline parallelism: number of stages that the layers are divided into.",
+            in_terminal=True,
+            first=True,
         ),
     ] = 1
-    dp: Annotated[int, Option("Parallelism", "Data parallelism: number of copies of the model.")] = 1
+    dp: Annotated[int, Option("Parallelism", "Data parallelism: number of copies of the model.", first=True)] = 1
     max_tp: Annotated[
         int | None,
         Option(
@@ -373,6 +401,7 @@ class EngineConfig:
             "Compilation",
             "Folder that caches compiled programs.",
             default="JAX_COMPILATION_CACHE_DIR, or else jaxserve/xla in the user's cache folder",
+            first=True,
         ),
     ] = None
     warmup: Annotated[bool, Option("Compilation", "Compile all programs before serving.")] = True
@@ -416,7 +445,9 @@ class EngineConfig:
             if getattr(self, field.name) is None:  # as if it were not given
                 object.__setattr__(self, field.name, field.default)
         make_plain(self)
-        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        for name, convert in VALUES.items():
+            if hasattr(self, name):
+                object.__setattr__(self, name, convert(getattr(self, name)))
 
     @property
     def degrees(self) -> Degrees:

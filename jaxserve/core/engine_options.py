@@ -29,6 +29,7 @@ class EngineOptions(TypedDict, total=False):
     max_quality_loss: float | None
     prepare: bool
     memory_gb: float | None
+    gpu_memory_utilization: float | None
     max_model_len: int | None
     page_size: int
     kv_pages: int | None

@@ -24,7 +24,7 @@ class Option:
     model or the machine. `flags` are the spellings on the command line if they differ from the field's name, and `env`
     is the environment variable that sets it. A number must be at least `minimum`, more than `above` and at most
     `maximum`; an `endless` option may also be infinite. `in_terminal` options also belong to the commands
-    `generate` and `chat`.
+    `generate` and `chat`. `first` options are those that people need first, which `--help` shows without being asked.
     """
 
     group: str
@@ -37,6 +37,7 @@ class Option:
     maximum: float | None = None
     endless: bool = False
     in_terminal: bool = False
+    first: bool = False
 
 
 @dataclass(frozen=True)

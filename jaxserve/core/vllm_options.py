@@ -1,4 +1,8 @@
-"""The options of vLLM's engines that have another name here, or none."""
+"""The options of vLLM's engines and of its server that have another name here, or none, and some of other engines.
+
+`ENGINE` has the options of engines, which are keyword arguments too; `COMMAND_LINE` has the server's besides. In the
+reasons, names of options are between backticks, so that each interface can show them in its own spelling.
+"""
 
 from collections.abc import Mapping
 
@@ -6,11 +10,11 @@ from jaxserve.core.keywords import OtherName, ignored, same, use
 from jaxserve.core.vllm_names import NO_LORA, TEXT_ONLY
 
 LOCAL = "models are local folders: download the revision, and give its folder"
-OWN_FORMAT = "use precision; a checkpoint in the format of AWQ, GPTQ or compressed-tensors runs in its own"
+OWN_FORMAT = "leave it out for a checkpoint that is already quantised, and use `precision` to quantise another at load"
 ONE_ENGINE = "the engine chooses this itself"
-ONE_PROCESS = "an engine runs in one process, on its devices (see tp, pp and dp)"
-COMPILED = "all programs are compiled (see warmup)"
-ON_DEVICE = "weights stay on the device: use precision for smaller ones"
+ONE_PROCESS = "an engine runs in one process, on its devices (see `tp`, `pp` and `dp`)"
+COMPILED = "all programs are compiled (see `warmup`)"
+ON_DEVICE = "weights stay on the device: use `precision` for smaller ones"
 POOLED = "embeddings are normalised last hidden states"
 NO_SPECULATION = "there is no speculative decoding"
 NOT_RETURNED = "it is not returned"
@@ -32,9 +36,9 @@ _RENAMED = same(
 _MODEL: Mapping[str, OtherName] = {
     **use(OWN_FORMAT, "quantization", "quantization_config", "quantization_param_path", "load_in_8bit", "load_in_4bit"),
     **use(OWN_FORMAT, "allow_deprecated_quantization"),
-    **use("use max_model_len", "max_length", "max_seq_len", "context_length", "n_ctx"),
+    **use("use `max_model_len`", "max_length", "max_seq_len", "context_length", "n_ctx"),
     **use(LOCAL, "revision", "code_revision", "tokenizer_revision", "download_dir", "hf_token", "hf_config_path"),
-    **use("give the folder as model", "model_weights"),
+    **use("give the folder as `model`", "model_weights"),
     **use("change config.json in the model's folder", "hf_overrides", "rope_scaling", "rope_theta"),
     **use("change config.json in the model's folder", "model_class_overrides", "disable_sliding_window"),
     **use(NO_LORA, "enable_lora", "lora_modules", "default_mm_loras", "lora_target_modules"),
@@ -49,6 +53,7 @@ _MODEL: Mapping[str, OtherName] = {
     **use("use logit_bias, bad_words or structured of SamplingParams", "logits_processors"),
     **use("use jaxserve.parsing", "reasoning_parser", "reasoning_parser_plugin", "tool_parser"),
     **use("there is no watermarking", "watermark_config"),
+    **use("there are no plugins for inputs and outputs", "io_processor_plugin"),
     **use("log-probabilities are those of the raw logits", "logprobs_mode", neutral=("raw_logprobs",)),
     **use(NOT_RETURNED, "enable_return_routed_experts", "return_sampling_mask", "enable_trace_replay"),
     **ignored("no code of a model's folder is ever run", "trust_remote_code"),
@@ -66,8 +71,8 @@ _MODEL: Mapping[str, OtherName] = {
 }
 
 _MEMORY: Mapping[str, OtherName] = {
-    **use("use memory_gb, the memory budget in GB", "gpu_memory_utilization", "kv_cache_memory_bytes", "memory"),
-    **use("use precision or kv_cache_dtype", "kv_cache_precision", "kv_cache_dtype_skip_layers"),
+    **use("use `memory_gb`, the budget of everything in GB, or `kv_pages`", "kv_cache_memory_bytes", "memory"),
+    **use("use `kv_cache_dtype`", "kv_cache_precision", "kv_cache_dtype_skip_layers"),
     **use("KV pages stay on the device", "kv_offloading_size", "kv_transfer_config", "kv_events_config", neutral=(0,)),
     **use(ON_DEVICE, "cpu_offload_gb", "offload_group_size", neutral=(0,)),
     **use(ON_DEVICE, "offload_params", "cpu_offload_params", neutral=([], set())),
@@ -83,13 +88,13 @@ _SCHEDULING: Mapping[str, OtherName] = {
     **use(NO_SPECULATION, "spec_method", "spec_model", "spec_tokens"),
     **use("prompts are always computed in chunks", "enable_chunked_prefill", neutral=(True,)),
     **use("requests with a smaller priority are served first", "scheduling_policy", neutral=("fcfs", "priority")),
-    **use("use max_num_seqs", "max_num_active_seqs"),
-    **use("use max_num_batched_tokens", "max_num_scheduled_tokens"),
-    **ignored("chunks are as long as max_num_batched_tokens lets them be", "long_prefill_token_threshold"),
-    **ignored("chunks are as long as max_num_batched_tokens lets them be", "max_num_partial_prefills"),
-    **ignored("chunks are as long as max_num_batched_tokens lets them be", "max_long_partial_prefills"),
+    **use("use `max_num_seqs`", "max_num_active_seqs"),
+    **use("use `max_num_batched_tokens`", "max_num_scheduled_tokens"),
+    **ignored("chunks are as long as `max_num_batched_tokens` lets them be", "long_prefill_token_threshold"),
+    **ignored("chunks are as long as `max_num_batched_tokens` lets them be", "max_num_partial_prefills"),
+    **ignored("chunks are as long as `max_num_batched_tokens` lets them be", "max_long_partial_prefills"),
     **ignored("each token is sent at once", "stream_interval", "num_scheduler_steps", "multi_step_stream_outputs"),
-    **use("use policy", "scheduler_cls"),
+    **use("use `policy`", "scheduler_cls"),
 }
 
 _DEVICES: Mapping[str, OtherName] = {
@@ -97,8 +102,8 @@ _DEVICES: Mapping[str, OtherName] = {
     **use(ONE_PROCESS, "node_rank", "data_parallel_rank", "data_parallel_start_rank", neutral=(0,)),
     **use(ONE_PROCESS, "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port", "device_ids"),
     **use(ONE_PROCESS, "data_parallel_hybrid_lb", "data_parallel_external_lb", "worker_cls", "worker_extension_cls"),
-    **use("experts are split over devices like all weights: use tp", "enable_expert_parallel", "enable_eplb"),
-    **use("use policy and max_tp, with which instances merge and split", "enable_elastic_ep"),
+    **use("experts are split over devices like all weights: use `tp`", "enable_expert_parallel", "enable_eplb"),
+    **use("use `policy` and `max_tp`, with which instances merge and split", "enable_elastic_ep"),
     **ignored(ONE_PROCESS, "master_addr", "master_port", "data_parallel_backend", "distributed_timeout_seconds"),
     **ignored(ONE_ENGINE, "distributed_executor_backend", "worker_use_ray", "disable_custom_all_reduce", "device"),
     **ignored(ONE_ENGINE, "eplb_config", "all2all_backend", "enable_dbo", "ubatch_size", "numa_bind"),
@@ -107,8 +112,8 @@ _DEVICES: Mapping[str, OtherName] = {
 _KERNELS: Mapping[str, OtherName] = {
     **ignored(COMPILED, "enforce_eager", "max_seq_len_to_capture", "compilation_config", "cuda_graph_sizes"),
     **ignored(COMPILED, "cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level"),
-    **ignored("kernels are chosen by kernel_backend", "attention_backend", "attention_config", "kernel_config"),
-    **ignored("kernels are chosen by kernel_backend", "moe_backend", "linear_backend", "disable_cascade_attn"),
+    **ignored("kernels are chosen by `kernel_backend`", "attention_backend", "attention_config", "kernel_config"),
+    **ignored("kernels are chosen by `kernel_backend`", "moe_backend", "linear_backend", "disable_cascade_attn"),
     **ignored(ONE_ENGINE, "performance_mode", "additional_config", "tokenizer_pool_size", "renderer_num_workers"),
     **ignored(ONE_ENGINE, "guided_decoding_backend", "structured_outputs_config", "tokenizer_mode", "config_format"),
 }
@@ -117,10 +122,153 @@ _RECORDS: Mapping[str, OtherName] = {
     **ignored("no statistics are logged", "disable_log_stats", "disable_log_requests", "enable_log_requests"),
     **ignored("no statistics are logged", "enable_logging_iteration_details", "max_log_len"),
     **ignored("use Python's logging of jaxserve", "log_level", "logging_config", "log_config_file"),
-    **ignored("metrics have fixed names (see metrics_prefix)", "show_hidden_metrics_for_version", "kv_cache_metrics"),
-    **ignored("traces have fixed contents (see otlp_endpoint)", "collect_detailed_traces"),
+    **ignored("metrics have fixed names (see `metrics_prefix`)", "show_hidden_metrics_for_version", "kv_cache_metrics"),
+    **ignored("traces have fixed contents (see `otlp_endpoint`)", "collect_detailed_traces"),
     **ignored("use jax.profiler", "profiler_config", "enable_layerwise_nvtx_tracing"),
     **ignored("closing ends all requests", "shutdown_timeout"),
 }
 
-ENGINE: Mapping[str, OtherName] = {**_RENAMED, **_MODEL, **_MEMORY, **_SCHEDULING, **_DEVICES, **_KERNELS, **_RECORDS}
+_FORMER: Mapping[str, OtherName] = {
+    **use(NO_LORA, "enable_lora_bias", "qlora_adapter_name_or_path", "lora_extra_vocab_size", neutral=(False, 0, "")),
+    **use("there are no prompt adapters", "enable_prompt_adapter", "max_prompt_adapters", "max_prompt_adapter_token"),
+    **use(NO_SPECULATION, "speculative_model_quantization", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min"),
+    **use(NO_SPECULATION, "speculative_draft_tensor_parallel_size", "speculative_max_model_len"),
+    **ignored(NO_SPECULATION, "num_lookahead_slots", "spec_decoding_acceptance_method"),
+    **ignored(NO_SPECULATION, "speculative_disable_mqa_scorer", "speculative_disable_by_batch_size"),
+    **ignored(NO_SPECULATION, "disable_logprobs_during_spec_decoding", "long_lora_scaling_factors"),
+    **ignored(ONE_ENGINE, "use_v2_block_manager", "disable_async_output_proc", "scheduler_delay_factor"),
+    **ignored(ONE_ENGINE, "tokenizer_pool_type", "tokenizer_pool_extra_config", "guided_decoding_disable_fallback"),
+    **ignored(ONE_ENGINE, "guided_decoding_disable_any_whitespace", "kv_sharing_fast_prefill", "reasoning_config"),
+    **ignored(ONE_PROCESS, "ray_workers_use_nsight", "override_neuron_config", "expert_placement_strategy"),
+}
+
+_SGLANG: Mapping[str, OtherName] = {
+    **same(
+        model_path="model",
+        tokenizer_path="tokenizer",
+        tp_size="tp",
+        pp_size="pp",
+        dp_size="dp",
+        max_running_requests="max_num_seqs",
+        random_seed="seed",
+    ),
+    **use("use `memory_gb`, or `gpu_memory_utilization` on a GPU", "mem_fraction_static"),
+    **use("use `max_num_batched_tokens`, which counts decoded tokens too", "chunked_prefill_size"),
+    **use("use `kv_pages`, times `page_size` tokens", "max_total_tokens"),
+    **use("turn `prefix_caching` off", "disable_radix_cache"),
+    **use("experts are split over devices like all weights: use `tp`", "ep_size", neutral=(1,)),
+    **use(NO_SPECULATION, "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps"),
+    **use(NO_LORA, "lora_paths"),
+    **ignored("requests with a smaller priority are served first", "schedule_policy", "schedule_conservativeness"),
+    **ignored("kernels are chosen by `kernel_backend`", "sampling_backend", "prefill_attention_backend"),
+    **ignored("kernels are chosen by `kernel_backend`", "decode_attention_backend"),
+    **ignored(ONE_ENGINE, "grammar_backend", "watchdog_timeout", "enable_mixed_chunk", "disable_overlap_schedule"),
+    **ignored(COMPILED, "disable_cuda_graph", "cuda_graph_max_bs", "cuda_graph_bs", "enable_torch_compile"),
+}
+
+_LLAMA_CPP: Mapping[str, OtherName] = {
+    **use("use `max_model_len`, the tokens of one sequence", "ctx_size"),
+    **use("use `max_num_seqs`", "parallel", "n_parallel"),
+    **use("use `max_num_batched_tokens`", "batch_size", "ubatch_size", "n_batch"),
+    **use("use `kv_cache_dtype`", "cache_type_k", "cache_type_v", "type_k", "type_v"),
+    **use("all layers are on the devices: use `tp` or `pp` for several", "n_gpu_layers", "gpu_layers", "tensor_split"),
+    **use("use `tp` or `pp` for several devices", "split_mode", "main_gpu"),
+    **use("all processors of the process are used: limit them with taskset", "threads", "threads_batch", "n_threads"),
+    **use("requests say it in max_tokens", "n_predict", "predict"),
+    **use("give the model's name on the hub as `model`", "hf_repo", "hf_file", "model_url"),
+    **ignored("kernels are chosen by `kernel_backend`", "flash_attn"),
+    **ignored("weights are read once, and stay in memory", "mlock", "mmap", "use_mmap", "use_mlock"),
+    **ignored("it is always so", "jinja", "cont_batching"),
+}
+
+ENGINE: Mapping[str, OtherName] = {
+    **_LLAMA_CPP,
+    **_SGLANG,
+    **_FORMER,
+    **_RENAMED,
+    **_MODEL,
+    **_MEMORY,
+    **_SCHEDULING,
+    **_DEVICES,
+    **_KERNELS,
+    **_RECORDS,
+}
+
+ALWAYS = (True, False)
+_SERVER: Mapping[str, OtherName] = {
+    **same(model="model", uvicorn_log_level="log_level", allowed_origins="cors_origins", alias="served_model_names"),
+    **use("it is always so", "enable_auto_tool_choice", "enable_server_load_tracking", neutral=ALWAYS),
+    **use("it is always so", "enable_prompt_tokens_details", "enable_request_id_headers", neutral=ALWAYS),
+    **use("it is always so", "exclude_tools_when_tool_choice_none", "enable_metrics", "metrics", neutral=ALWAYS),
+    **use("it is always so", "enable_offline_docs", "embedding", "embeddings", "allow_credentials", neutral=ALWAYS),
+    **use("content is given to the template as text", "chat_template_content_format", neutral=("auto", "string")),
+    **use("the role is always assistant", "response_role", neutral=("assistant",)),
+    **use("requests ask for it with return_tokens_as_token_ids", "return_tokens_as_token_ids"),
+    **use("requests ask for it with stream_options", "enable_force_include_usage"),
+    **use("requests cannot bring a template: use `chat_template`", "trust_request_chat_template"),
+    **use("tools are run by clients", "tool_server"),
+    **use("put a proxy in front of the server", "middleware"),
+    **use("one process serves: start several, on ports of their own, behind a balancer", "api_server_count"),
+    **use("one process serves: start several, on ports of their own, behind a balancer", "headless", "tokens_only"),
+    **use("use `api_key`, or `config` with a file", "api_key_file"),
+    **use("use `access_log`, which logs the path and the status of every request", "log_requests"),
+    **ignored("prompts and answers are never logged: see `access_log`", "enable_log_requests", "enable_log_outputs"),
+    **ignored("prompts and answers are never logged: see `access_log`", "enable_log_deltas", "max_log_len"),
+    **ignored("requests are only logged with `access_log`", "disable_uvicorn_access_log", "disable_log_requests"),
+    **ignored("see `log_level`", "log_error_stack", "log_disable", "verbose"),
+    **ignored("heads of requests have a fixed limit", "h11_max_incomplete_event_size", "h11_max_header_count"),
+    **ignored("pages of `cors_origin` may use all methods and headers", "allowed_methods", "allowed_headers"),
+    **ignored("one process serves", "disable_frontend_multiprocessing", "data_parallel_supervisor_port"),
+    **ignored("it is not part of this server", "disable_fastapi_docs", "enable_tokenizer_info_endpoint", "webui"),
+    **ignored("it is not part of this server", "cohere_is_reasoning_model", "cohere_format", "slots"),
+    **ignored("it is not part of this server", "fingerprint_mode", "fingerprint_value", "enable_per_request_metrics"),
+    **use("use `access_log`, which leaves probes out", "disable_access_log_for_endpoints"),
+    **use("use `precision`, and any model for embeddings", "is_embedding"),
+    # Options of engines, with what to do instead on a command line.
+    **use("any model generates, chats and embeds", "task", "runner", "convert", neutral=("auto", "generate", "none")),
+    **use("requests give their sampling parameters", "override_generation_config", neutral=({},)),
+    **use("requests give their sampling parameters", "logits_processors", "logits_processor_pattern"),
+    **use("sampling parameters have fixed defaults", "generation_config", neutral=("auto", "vllm")),
+    **use("stop the server, and start it again", "enable_sleep_mode"),
+}
+
+COMMAND_LINE: Mapping[str, OtherName] = {**ENGINE, **_SERVER}
+
+SHORT = {
+    **{"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size"},
+    **{"-q": "quantization", "-O": "optimization_level", "-cc": "compilation_config", "-ac": "attention_config"},
+    **{"-sc": "speculative_config", "-ep": "enable_expert_parallel", "-n": "n_predict", "-a": "alias"},
+    **{"-m": "model_path", "-c": "ctx_size", "-b": "batch_size", "-ub": "ubatch_size", "-np": "parallel"},
+    **{"-ngl": "n_gpu_layers", "-t": "threads", "-tb": "threads_batch", "-fa": "flash_attn", "-hf": "hf_repo"},
+    **{"-ctk": "cache_type_k", "-ctv": "cache_type_v", "-sm": "split_mode", "-ts": "tensor_split", "-v": "verbose"},
+}
+"""The short names of these options on command lines. vLLM's `-O` is followed by its value without a space."""
+
+_SWITCH_BEGINNINGS = (
+    "enable_",
+    "disable_",
+    "use_",
+    "skip_",
+    "return_",
+    "allow_",
+    "load_in_",
+    "log_error",
+    "tokens_only",
+)
+_SWITCHES = frozenset(
+    {
+        *("trust_remote_code", "enforce_eager", "async_scheduling", "fully_sharded_loras", "calculate_kv_scales"),
+        *("language_model_only", "interleave_mm_strings", "mm_encoder_only", "numa_bind", "worker_use_ray", "headless"),
+        *("data_parallel_hybrid_lb", "data_parallel_external_lb", "trust_request_chat_template", "kv_cache_metrics"),
+        *("multi_step_stream_outputs", "ray_workers_use_nsight", "show_hidden_metrics", "cohere_is_reasoning_model"),
+        *("exclude_tools_when_tool_choice_none", "kv_sharing_fast_prefill", "log_requests", "is_embedding"),
+        *("skip_mm_profiling", "speculative_disable_mqa_scorer", "guided_decoding_disable_fallback"),
+        *("guided_decoding_disable_any_whitespace", "jinja", "cont_batching", "mlock", "mmap", "metrics", "embedding"),
+        *("embeddings", "slots", "webui", "log_disable", "verbose"),
+    }
+)
+
+
+def takes_value(name: str) -> bool:
+    """Return whether an option of another engine is followed by a value on its command line."""
+    return name not in _SWITCHES and not name.startswith(_SWITCH_BEGINNINGS)

@@ -1,6 +1,6 @@
 """Resolution of a YAML file and command-line options to an `EngineConfig` and a `ServerSettings`."""
 
-import difflib
+import logging
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -12,8 +12,10 @@ from jaxserve.core.bundled import config_names, config_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_yaml, read_text
+from jaxserve.core.keywords import nearest
 from jaxserve.core.options import options_of
-from jaxserve.core.vllm_options import ENGINE
+from jaxserve.core.other_values import VALUES
+from jaxserve.core.vllm_options import COMMAND_LINE
 from jaxserve.server.settings import ServerSettings
 
 RENAMED = {
@@ -24,6 +26,9 @@ RENAMED = {
 }
 ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig))
 SERVER_KEYS = frozenset(field.name for field in fields(ServerSettings))
+KNOWN = ENGINE_KEYS | SERVER_KEYS
+
+log = logging.getLogger(__name__)
 
 
 def read_config(path_or_name: str | Path) -> dict[str, Any]:
@@ -42,10 +47,10 @@ def read_config(path_or_name: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{file} must be a mapping of options to values")
     named: dict[str, Any] = {}
     for key, entry in value.items():
-        name = _field_name(key, file)
-        if name in named:
-            raise ConfigError(f"option {name!r} is given twice in {file}")
-        named[name] = entry
+        for name, meant in _translated(key, entry, f" in {file}").items():
+            if name in named:
+                raise ConfigError(f"option {name!r} is given twice in {file}")
+            named[name] = meant
     return named
 
 
@@ -54,7 +59,9 @@ def resolve(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Eng
 
     Raise ConfigError, naming the option, if an option is unknown or has the wrong type.
     """
-    chosen = {**from_file, **{_field_name(key): value for key, value in given.items() if value is not None}}
+    chosen = dict(from_file)
+    for key, value in given.items():
+        chosen |= {} if value is None else _translated(key, value)
     for key in RENAMED.values():
         if isinstance(chosen.get(key), str):
             chosen[key] = [chosen[key]]
@@ -67,23 +74,29 @@ def resolve(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Eng
     return _validated(EngineConfig, engine), _validated(ServerSettings, server)
 
 
-def _field_name(key: str, file: Path | None = None) -> str:
-    """Return the field name of an option, which may have vLLM's name.
+def _translated(key: str, value: Any, where: str = "") -> dict[str, Any]:
+    """Return an option by its field's name, in our spelling; {} for one of another engine that has no effect here.
 
     Raise ConfigError, with the reason or the most similar option, if it is unknown.
     """
     name = key.replace("-", "_")
     name = RENAMED.get(name, name)
-    if name in ENGINE_KEYS | SERVER_KEYS:
-        return name
-    where = f" in {file}" if file else ""
-    if other := ENGINE.get(name):
-        if other.same:
-            return other.same
-        raise ConfigError(f"unknown option {key!r}{where}: {other.reason}")
-    nearest = difflib.get_close_matches(name, sorted(ENGINE_KEYS | SERVER_KEYS | RENAMED.keys()), n=1)
-    hint = f"; did you mean {nearest[0].replace('_', '-')!r}?" if nearest else ""
-    raise ConfigError(f"unknown option {key!r}{where}{hint}")
+    negated = name not in KNOWN and name.startswith("no_") and isinstance(value, bool)
+    if negated:
+        name, value = name.removeprefix("no_"), not value
+    other = COMMAND_LINE.get(name)
+    if name not in KNOWN and other is not None and other.same:
+        name = other.same
+    if name in KNOWN:
+        return {name: VALUES[name](value) if name in VALUES else value}
+    if other is None:
+        known = {each.replace("_", "-") for each in KNOWN | RENAMED.keys()}
+        raise ConfigError(f"unknown option {key!r}{where}{nearest(name.replace('_', '-'), known)}")
+    if other.ignored or other.accepts(value):
+        if not other.accepts(value):
+            log.warning("option %r%s has no effect: %s", key, where, other.reason)
+        return {}
+    raise ConfigError(f"unknown option {key!r}{where}: {other.reason}")
 
 
 def _validated(kind: type, values: dict[str, Any]) -> Any:

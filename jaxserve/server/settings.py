@@ -17,8 +17,10 @@ MEBIBYTE = 1024 * 1024
 class ServerSettings:
     """The options of the HTTP server. Keys are left out of the representation, so that no log shows them."""
 
-    host: Annotated[str, Option("HTTP server", "Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Option("HTTP server", "Port to listen on; 0: any free port.", minimum=0, maximum=65535)] = 8000
+    host: Annotated[str, Option("HTTP server", "Address to listen on.", first=True)] = "127.0.0.1"
+    port: Annotated[
+        int, Option("HTTP server", "Port to listen on; 0: any free port.", minimum=0, maximum=65535, first=True)
+    ] = 8000
     uds: Annotated[
         str | Path | None,
         Option("HTTP server", "Unix socket to listen on, instead of the host and port.", default="none"),
@@ -54,6 +56,7 @@ class ServerSettings:
             "Model name for clients (repeatable; the first is shown).",
             default="the folder's name",
             flags=("--served-model-name",),
+            first=True,
         ),
     ] = ()
     api_keys: Annotated[
@@ -64,6 +67,7 @@ class ServerSettings:
             default="none, open to everyone",
             flags=("--api-key",),
             env="JAXSERVE_API_KEY",
+            first=True,
         ),
     ] = ()
     admin_key: Annotated[
@@ -172,7 +176,8 @@ class ServerSettings:
     ] = 30.0
     access_log: Annotated[bool, Option("HTTP server", "Log the path and status of every request.")] = False
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Option("HTTP server", "Log messages of this severity and above.")
+        Literal["debug", "info", "warning", "error"],
+        Option("HTTP server", "Log messages of this severity and above.", first=True),
     ] = "info"
 
     def __post_init__(self) -> None:

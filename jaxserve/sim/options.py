@@ -24,22 +24,32 @@ class ClusterOptions:
 
     model: Annotated[
         str | None,
-        Option("Model", "A config.json, a folder with one, or a name in configs/models.", default="the bundled model"),
+        Option(
+            "Model",
+            "A config.json, a folder with one, or a name in configs/models.",
+            default="the bundled model",
+            first=True,
+        ),
     ] = None
     precision: Annotated[str | None, SERVE["precision"]] = None
     layer_precision: Annotated[str | None, SERVE["layer_precision"]] = None
     head_precision: Annotated[str | None, SERVE["head_precision"]] = None
-    hardware: Annotated[str | None, Option("Cluster", "A YAML file, or a name in configs/hardware; required.")] = None
+    hardware: Annotated[
+        str | None, Option("Cluster", "A YAML file, or a name in configs/hardware; required.", first=True)
+    ] = None
     cluster: Annotated[
         str | None,
-        Option("Cluster", "Devices, as in 8, or HOSTSxDEVICES, as in 2x8.", default="those of one instance"),
+        Option(
+            "Cluster", "Devices, as in 8, or HOSTSxDEVICES, as in 2x8.", default="those of one instance", first=True
+        ),
     ] = None
     tp: Annotated[int, replace(SERVE["tp"], group="Cluster")] = 1
     pp: Annotated[int, replace(SERVE["pp"], group="Cluster")] = 1
     max_tp: Annotated[int | None, replace(SERVE["max_tp"], group="Cluster")] = None
     max_pp: Annotated[int | None, replace(SERVE["max_pp"], group="Cluster")] = None
     memory_gb: Annotated[
-        float | None, Option("Memory", "Budget of a device in GB.", default="a share of the hardware's", above=0)
+        float | None,
+        Option("Memory", "Budget of a device in GB.", default="a share of the hardware's", above=0, first=True),
     ] = None
     kv_cache_dtype: Annotated[KVCacheDType | None, SERVE["kv_cache_dtype"]] = None
     max_model_len: Annotated[int | None, SERVE["max_model_len"]] = None
@@ -60,6 +70,7 @@ class ClusterOptions:
             "Adaptation",
             "static, morph, morph-int8, morph-performance, tp_transform, param_drop, several with +, or a file.",
             default="static",
+            first=True,
         ),
     ] = None
     slo_ttft: Annotated[float | None, SERVE["slo_ttft"]] = None
@@ -112,7 +123,7 @@ class FigureOptions:
 
     goodput: Annotated[
         list[str] | None,
-        Option("Metrics", "Objectives in ms, such as ttft:500 tpot:50 e2el:5000.", default="--slo-ttft"),
+        Option("Metrics", "Objectives in ms, such as ttft:500 tpot:50 e2el:5000.", default="--slo-ttft", first=True),
     ] = None
     percentile_metrics: Annotated[str, LOAD["percentile_metrics"]] = LoadOptions.percentile_metrics
     metric_percentiles: Annotated[str, LOAD["metric_percentiles"]] = LoadOptions.metric_percentiles

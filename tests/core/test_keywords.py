@@ -69,7 +69,7 @@ def test_options_of_vllm_reach_the_engine_by_their_meaning(caplog) -> None:
         assert EngineConfig(trust_remote_code=True) == EngineConfig()
     assert "trust_remote_code has no effect" in caplog.text
     assert (config.tp, config.page_size, config.prefix_caching) == (2, 32, False)
-    assert "memory_gb" in message_of(LLM, gpu_memory_utilization=0.9)
+    assert "memory_gb" in message_of(LLM, mem_fraction_static=0.9)
     assert "did you mean 'tensor_parallel_size', which is 'tp' here?" in message_of(LLM, tensor_paralel_size=2)
     assert "give one of them" in message_of(LLM, tp=2, tensor_parallel_size=2)
     assert "max_model_len" in message_of(AsyncLLM, max_model_length=9)

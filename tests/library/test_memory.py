@@ -148,7 +148,7 @@ def test_memory_budget_above_what_is_free_is_warned_of_in_one_line(
 ) -> None:
     resolve(EngineConfig(model=tiny_model, memory_gb=memory_gb, **OPTIONS))
     said = [record.message for record in caplog.records if "memory_gb" in record.message]
-    assert said == [f"memory_gb is {memory_gb}, of which only 16.000 GB are free now"] * lines
+    assert said == [f"memory_gb is {memory_gb}, of which only 16.000 GB are free now (--memory-gb)"] * lines
 
 
 @pytest.mark.parametrize(("size", "allowed"), [(80 * 10**9, True), (8 * 10**9, False), (None, True)])

@@ -50,7 +50,7 @@ def test_names_of_vllm_mean_the_same_in_a_file(tmp_path):
 
 
 def test_names_of_vllm_on_the_command_line_are_explained(tmp_path):
-    for option, advice in (("--tensor-parallel-size", "use --tp"), ("--gpu-memory-utilization", "use memory_gb")):
+    for option, advice in (("--lora-modules", "merge them"), ("--quantization", "use --precision")):
         result = CliRunner().invoke(app, ["serve", option, "2"])
         assert (result.exit_code, advice in result.output) == (2, True)
 
@@ -88,7 +88,7 @@ def test_single_api_key_needs_no_list(tmp_path):
 
 
 def test_unknown_option_is_named_with_the_most_similar(tmp_path):
-    with pytest.raises(ConfigError, match=r"'max-modellen' in .*serve\.yaml; did you mean 'max-model-len'"):
+    with pytest.raises(ConfigError, match=r"'max-modellen' in .*serve\.yaml: did you mean 'max-model-len'"):
         read_config(yaml_file(tmp_path, "max-modellen: 5"))
 
 
@@ -100,7 +100,7 @@ def test_unknown_option_is_named_with_the_most_similar(tmp_path):
         ("5: 6", "mapping"),
         ("!!python/object/apply:os.getcwd []", "YAML"),
         ("extra: {}", "unknown option 'extra'"),
-        ("gpu-memory-utilization: 0.9", "use memory_gb"),
+        ("quantization: awq", "use `precision`"),
         ("tp: 2\ntensor-parallel-size: 2", "'tp' is given twice"),
     ],
 )

@@ -1,0 +1,97 @@
+"""The Typer application, group and command of which jaxserve's command line is made."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from jaxserve.cli.help import HELP_NAMES, help_text, take_topic
+from jaxserve.cli.spelling import Speller, translate_bench
+from jaxserve.cli.terminal import UsageError, exit_on_error, print_notice
+from jaxserve.core.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class App(typer.Typer):
+    """A Typer application whose commands and groups have jaxserve's help."""
+
+    def __init__(self, **settings: Any):
+        """`settings`: those of Typer in which the application differs from others."""
+        defaults: dict[str, Any] = {
+            "cls": Group,
+            "no_args_is_help": True,
+            "rich_markup_mode": None,
+            "pretty_exceptions_enable": False,
+            "context_settings": {"help_option_names": list(HELP_NAMES)},
+        }
+        super().__init__(**defaults | settings)
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[F], F]:
+        """Return a decorator that adds a command."""
+        decorator: Callable[[F], F] = super().command(name, **{"cls": Command} | settings)
+        return decorator
+
+
+class Translating:
+    """A command or group with jaxserve's help, whose options may be in the spelling of other engines."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the topic of the help from the arguments, and translate and parse the others."""
+        args = take_topic(ctx, args)
+        if not ctx.resilient_parsing:  # as the completion of a shell is
+            args = self._translate(ctx, args)
+        found: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        return found
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        formatter.write(help_text(self, ctx))
+
+    def _translate(self, ctx: Any, args: list[str]) -> list[str]:
+        speller = Speller(ctx.command, ctx)
+        try:
+            found = speller.translate(args)
+        except ConfigError as error:
+            raise UsageError(str(error), ctx) from error
+        for notice in speller.notices:
+            print_notice(notice)
+        return found
+
+
+class Command(Translating, TyperCommand):
+    """A command with jaxserve's help, whose options may be in the spelling of other engines."""
+
+
+class Group(Translating, TyperGroup):
+    """A group of commands with jaxserve's help; it may have options of its own."""
+
+
+class BenchSpelling(Translating):
+    """A command or group that accepts --goodput ttft:500 tpot:50 and a bare --save-result, as `vllm bench` does."""
+
+    def _translate(self, ctx: Any, args: list[str]) -> list[str]:
+        return super()._translate(ctx, translate_bench(args))
+
+
+class BenchCommand(BenchSpelling, Command):
+    """A command that accepts what `vllm bench` does."""
+
+
+class BenchGroup(BenchSpelling, Group):
+    """A group whose own options accept what `vllm bench` does."""
+
+
+class Root(Group):
+    """The whole command line, which ends with one line after Ctrl-C, and after an error that a user can correct."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse what stands before the name of a command."""
+        with exit_on_error():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parse the arguments of the chosen command, and run it."""
+        with exit_on_error():
+            return super().invoke(ctx)
