@@ -1,8 +1,12 @@
-"""What pyproject.toml cannot say: which files from outside of the package ship in it.
+"""What pyproject.toml cannot say: files from outside of the package, kernels, the wheel's tag, its description.
 
-These are the bundled model, the configurations of configs/, and the native CPU kernels, compiled at installation.
+JAXSERVE_BUILD_KERNELS says what becomes of the native CPU kernels. `auto`, the default, compiles them if there is a C++
+compiler; `required` fails if they cannot be compiled; `no` leaves them out. A wheel with kernels is for one kind of
+machine, one without for any: there they are compiled at the first start.
 """
 
+import os
+import re
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from shutil import copyfile
@@ -16,11 +20,22 @@ NATIVE = Path("jaxserve/kernels/native")
 
 
 def compile_kernels(folder: Path) -> Path | None:
-    """The library; without a compiler none, and a line that says so."""
+    """The library; none if it is not wanted, or there is no compiler and it is not required."""
+    wanted = os.environ.get("JAXSERVE_BUILD_KERNELS", "auto")
+    if wanted not in ("auto", "required", "no"):
+        raise SystemExit(f"JAXSERVE_BUILD_KERNELS is {wanted!r}: choose from auto, required, no")
+    if wanted == "no":
+        return None
     spec = spec_from_file_location("build", ROOT / NATIVE / "build.py")
     module = module_from_spec(spec)  # jaxserve itself would import JAX
     spec.loader.exec_module(module)
-    return module.build_or_report(folder)
+    return module.build(folder) if wanted == "required" else module.build_or_report(folder)
+
+
+def description() -> str:
+    """The README without pictures and without links into the repository, which lead nowhere on a package index."""
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)\n*", "", (ROOT / "README.md").read_text(encoding="utf-8"))
+    return re.sub(r"\[([^\]]+)\]\((?!https?://)[^)]*\)", r"\1", text)
 
 
 class BuildPy(build_py):
@@ -34,6 +49,7 @@ class BuildPy(build_py):
     def run(self) -> None:
         super().run()
         self.library = compile_kernels((ROOT if self.editable_mode else Path(self.build_lib).resolve()) / NATIVE)
+        self.distribution.has_kernels = self.library is not None
         if not self.editable_mode:
             for target, source in self._added().items():
                 Path(target).parent.mkdir(parents=True, exist_ok=True)
@@ -58,18 +74,30 @@ class BuildPy(build_py):
         }
 
 
-class BinaryDistribution(Distribution):
-    """A distribution for one kind of machine, because it contains compiled kernels."""
+class KernelDistribution(Distribution):
+    """A distribution that is for one kind of machine if it contains compiled kernels."""
+
+    has_kernels = True  # until BuildPy knows
 
     def has_ext_modules(self) -> bool:
-        return True
+        return self.has_kernels
 
 
-class AnyPython(bdist_wheel):
-    """The kernels know nothing of Python, so any version may use them."""
+class Wheel(bdist_wheel):
+    """A wheel for any Python, of which the kernels know nothing, and for any machine unless it contains kernels."""
+
+    def run(self) -> None:
+        self.run_command("build")
+        self.root_is_pure = not self.distribution.has_ext_modules()
+        super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
 
 
-setup(distclass=BinaryDistribution, cmdclass={"build_py": BuildPy, "bdist_wheel": AnyPython})
+setup(
+    distclass=KernelDistribution,
+    cmdclass={"build_py": BuildPy, "bdist_wheel": Wheel},
+    long_description=description(),
+    long_description_content_type="text/markdown",
+)
