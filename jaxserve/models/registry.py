@@ -19,7 +19,9 @@ from jaxserve.quantization import QArray
 
 log = logging.getLogger(__name__)
 
-FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
+ConfigReader = Callable[[Mapping[str, Any]], ModelConfig]
+
+FAMILIES: dict[str, ConfigReader] = {
     "LlamaForCausalLM": llama.config_from_hf,
     "MistralForCausalLM": mistral.config_from_hf,
     "Qwen2ForCausalLM": qwen2.config_from_hf,
@@ -28,7 +30,7 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
 }
 """The reader of config.json for each architecture, by its Hugging Face name."""
 
-MODEL_TYPES: Mapping[str, str] = {
+MODEL_TYPES: dict[str, str] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -36,9 +38,19 @@ MODEL_TYPES: Mapping[str, str] = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 """The architecture for each `model_type`, for configurations that name no architecture."""
-HEADLESS = {name.removesuffix("ForCausalLM") + "Model": name for name in FAMILIES}
-"""The architecture with an output head, for each class of models that were saved without (for embeddings)."""
-RENAMED = {"LLaMAForCausalLM": "LlamaForCausalLM", **HEADLESS}
+RENAMED = {"LLaMAForCausalLM": "LlamaForCausalLM"}
+HEADLESS, WITH_HEAD = "Model", "ForCausalLM"  # ends of the names of a family's classes; the first is for embeddings
+
+
+def register_family(architecture: str, read: ConfigReader, *, model_type: str) -> None:
+    """Let this process load checkpoints of another architecture, as their config.json names it.
+
+    `read` returns the configuration of a config.json. Raise `ValueError` if the architecture is known already.
+    """
+    if architecture in FAMILIES:
+        raise ValueError(f"{architecture} is known already")
+    FAMILIES[architecture] = read
+    MODEL_TYPES[model_type] = architecture
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -48,7 +60,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """
     given = _architectures(hf)
     by_type = MODEL_TYPES.get(str(hf.get("model_type")))
-    family = next((name for name in (RENAMED.get(name, name) for name in given) if name in FAMILIES), None)
+    family = next((name for name in map(_with_head, given) if name in FAMILIES), None)
     if family is None and not given:
         family = by_type
     if family is None:
@@ -63,7 +75,12 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def is_headless(hf: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes a model without an output head."""
-    return any(name in HEADLESS for name in _architectures(hf))
+    return any(name.endswith(HEADLESS) and _with_head(name) in FAMILIES for name in _architectures(hf))
+
+
+def _with_head(name: str) -> str:
+    """Return the usual name of an architecture, which is that of the class with an output head."""
+    return name.removesuffix(HEADLESS) + WITH_HEAD if name.endswith(HEADLESS) else RENAMED.get(name, name)
 
 
 def _architectures(hf: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVER = (ROOT / "docs" / "server.md").read_text()
 BENCHMARKING = (ROOT / "docs" / "benchmarking.md").read_text()
 LIBRARY = (ROOT / "docs" / "library.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "bench").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "bench").glob("*.md"))]
 
 SOURCES = ("jaxserve", "pallas_kernels", "bench", "tests", "scripts", "checkpoints", "examples")
 
@@ -108,6 +108,13 @@ def test_documented_values_without_effect_are_the_accepted_ones():
 def test_library_manual_names_every_sampling_parameter():
     documented = names_in_table(section(LIBRARY, "SamplingParams"))
     assert documented == {field.name for field in fields(SamplingParams)}
+
+
+def test_index_names_every_page():
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - set(re.findall(r"\]\(([\w-]+\.md)", index)) == {
+        "README.md"
+    }
 
 
 def test_structure_page_names_every_package():
