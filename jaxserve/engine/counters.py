@@ -58,6 +58,8 @@ class EngineCounters:
             "preemptions": self._scheduler.num_preemptions,
             "generated_tokens": self._generated,
             "prefill_tokens": self._prefilled,
+            "prefix_queries": self._scheduler.prefix_queries,
+            "prefix_hits": self._scheduler.prefix_hits,
             "finished": self._finished,
             "first_tokens": self._first_tokens,
             "gaps": self._gaps,

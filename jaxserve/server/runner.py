@@ -23,6 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from jaxserve.engine.client import EngineClient
+from jaxserve.server.activity import log_activity
 from jaxserve.server.app import create_app
 from jaxserve.server.http import open_files
 from jaxserve.server.http.connections import MAX_HEAD_BYTES, Connections, HttpProtocol, HttpServer
@@ -142,13 +143,17 @@ class DrainingServer(HttpServer):
     def _attach(self, client: EngineClient) -> None:
         self._state.attach(client)
         open_files.warn_if_few(client.info.max_queued_requests)
+        if self._settings.log_interval:
+            self._keep(asyncio.ensure_future(log_activity(client, self._settings.log_interval, self._loop.time)))
         self.on_loaded(client)
 
     def _start_draining(self, signal_name: str) -> None:
         self._state.terminate()
         self.config.encoded_headers = [(b"connection", b"close")]  # clients open their next connection elsewhere
-        task = asyncio.ensure_future(self._drain(signal_name))
-        # The event loop itself keeps only a weak reference.
+        self._keep(asyncio.ensure_future(self._drain(signal_name)))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        """Keep a task from being collected: the event loop itself has only a weak reference."""
         self._tasks.add(task)
 
     async def _drain(self, signal_name: str) -> None:

@@ -175,6 +175,14 @@ class ServerSettings:
         ),
     ] = 30.0
     access_log: Annotated[bool, Option("HTTP server", "Log the path and status of every request.")] = False
+    log_interval: Annotated[
+        float,
+        Option(
+            "HTTP server",
+            "Seconds between two lines in the log about the load, which appear while there is any; 0: none.",
+            minimum=0,
+        ),
+    ] = 10.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Option("HTTP server", "Log messages of this severity and above.", first=True),

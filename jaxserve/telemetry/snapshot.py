@@ -71,6 +71,8 @@ class Snapshot:
     preemptions: int = 0
     generated_tokens: int = 0
     prefill_tokens: int = 0  # of prompts, without those found in the prefix cache
+    prefix_queries: int = 0  # tokens of prompts that were looked up in the prefix cache
+    prefix_hits: int = 0  # of these, the ones that were found
     finished: int = 0  # sequences
     first_tokens: tuple[int, ...] = ()  # number of first tokens by time: buckets `TIME_BOUNDS` and infinity
     gaps: int = 0  # number of gaps between two tokens of a sequence
@@ -128,6 +130,8 @@ _TOTALS = (
     "preemptions",
     "generated_tokens",
     "prefill_tokens",
+    "prefix_queries",
+    "prefix_hits",
     "finished",
     "first_tokens",
     "gaps",

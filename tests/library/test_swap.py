@@ -141,9 +141,9 @@ def test_answers_after_a_swap_back_equal_those_without_a_swap(swapped: Swapped) 
             swapped.swap(layer, precision)
         other = swapped.run(*prompts)
     assert other == expected
-    hits = swapped.core.scheduler.prefix_hits
+    hits = swapped.core.snapshot.prefix_hits
     assert swapped.run(*prompts) == expected
-    assert swapped.core.scheduler.prefix_hits > hits, "pages of full precision are found again"
+    assert swapped.core.snapshot.prefix_hits > hits, "pages of full precision are found again"
 
 
 @pytest.fixture(scope="module")
@@ -194,11 +194,11 @@ def test_pages_of_other_precisions_are_not_found(swapped: Swapped) -> None:
     p = prompt(4, 60)
     swapped.run(p)
     swapped.swap(1, "int3")
-    hits = swapped.core.scheduler.prefix_hits
+    hits = swapped.core.snapshot.prefix_hits
     first = swapped.run(p)
-    assert swapped.core.scheduler.prefix_hits == hits
+    assert swapped.core.snapshot.prefix_hits == hits
     assert swapped.run(p) == first
-    assert swapped.core.scheduler.prefix_hits == hits + 48
+    assert swapped.core.snapshot.prefix_hits == hits + 48
 
 
 def test_pages_of_a_request_during_a_swap_are_not_shared(swapped: Swapped) -> None:
@@ -213,14 +213,14 @@ def test_pages_of_a_request_during_a_swap_are_not_shared(swapped: Swapped) -> No
         if len(tokens) == 20 and swapped.precisions[0] == "float32":
             swapped.swap(0, "int3")
     whole = (*p, *tokens)
-    hits = swapped.core.scheduler.prefix_hits
+    hits = swapped.core.snapshot.prefix_hits
     first = swapped.logprob(whole)
-    assert swapped.core.scheduler.prefix_hits == hits, "not under the new precisions"
+    assert swapped.core.snapshot.prefix_hits == hits, "not under the new precisions"
     assert swapped.logprob(whole) == pytest.approx(first, abs=1e-4), "nor behind pages that others have added since"
-    hits = swapped.core.scheduler.prefix_hits
+    hits = swapped.core.snapshot.prefix_hits
     swapped.swap(0, "float32")
     swapped.run(whole)
-    found = swapped.core.scheduler.prefix_hits - hits
+    found = swapped.core.snapshot.prefix_hits - hits
     assert 0 < found <= 60, "under the old one, only what was computed before the change"
 
 
