@@ -102,6 +102,9 @@ class Speller:
         other = self._others[key]
         if other.same and other.same in self._flags:
             flag = self._flags[other.same]
+            if other.value is not None:
+                on = BOOLEANS.get((value or "true").lower(), True) != negated
+                return [[flag, str(other.value)]] if on else []
             if self._own[flag].is_flag:
                 on = BOOLEANS.get((value or "true").lower(), True) != negated
                 return self._own_option(flag, str(on), rest)

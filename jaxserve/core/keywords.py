@@ -29,10 +29,12 @@ class OtherName:
     `same`: the keyword argument here that means the same. Otherwise `reason` says what to do instead, and the argument
     is accepted only with a value in `neutral`, which changes nothing. `ignored`: any other value is accepted as well,
     and logged with the reason, because it concerns the other library alone and no answer. None is always accepted, as
-    if the argument were not given. `each`: a list of such values, one for each prompt, is accepted as well.
+    if the argument were not given. `each`: a list of such values, one for each prompt, is accepted as well. `value`:
+    what a switch, which is true or false, gives to `same` if it is true; if not, `same` keeps its default.
     """
 
     same: str = ""
+    value: Any = None
     reason: str = ""
     neutral: tuple[Any, ...] = EMPTY
     ignored: bool = False
@@ -48,6 +50,11 @@ class OtherName:
 def same(**names: str) -> dict[str, OtherName]:
     """Return the entries of keyword arguments that mean the same as others here, such as theirs="ours"."""
     return {name: OtherName(same=here) for name, here in names.items()}
+
+
+def sets(option: str, value: Any, *names: str) -> dict[str, OtherName]:
+    """Return the entries of switches that give an option here a certain value."""
+    return dict.fromkeys(names, OtherName(same=option, value=value))
 
 
 def use(reason: str, *names: str, neutral: tuple[Any, ...] = EMPTY, each: bool = False) -> dict[str, OtherName]:
@@ -112,6 +119,10 @@ def translate(
         if value is None:
             continue
         if other.same:
+            if other.value is not None:
+                if not value:
+                    continue
+                value = other.value
             if other.same in found:
                 raise UnknownKeyword(f"{what}: {name} and {other.same} are the same: give one of them", field=name)
             found[other.same] = value

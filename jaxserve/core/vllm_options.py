@@ -6,7 +6,7 @@ reasons, names of options are between backticks, so that each interface can show
 
 from collections.abc import Mapping
 
-from jaxserve.core.keywords import OtherName, ignored, same, use
+from jaxserve.core.keywords import OtherName, ignored, same, sets, use
 from jaxserve.core.vllm_names import NO_LORA, TEXT_ONLY
 
 LOCAL = "models are local folders: download the revision, and give its folder"
@@ -196,6 +196,7 @@ ENGINE: Mapping[str, OtherName] = {
 
 ALWAYS = (True, False)
 _SERVER: Mapping[str, OtherName] = {
+    **sets("log_interval", 0, "disable_log_stats"),
     **same(model="model", uvicorn_log_level="log_level", allowed_origins="cors_origins", alias="served_model_names"),
     **use("it is always so", "enable_auto_tool_choice", "enable_server_load_tracking", neutral=ALWAYS),
     **use("it is always so", "enable_prompt_tokens_details", "enable_request_id_headers", neutral=ALWAYS),

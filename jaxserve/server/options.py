@@ -86,6 +86,8 @@ def _translated(key: str, value: Any, where: str = "") -> dict[str, Any]:
         name, value = name.removeprefix("no_"), not value
     other = COMMAND_LINE.get(name)
     if name not in KNOWN and other is not None and other.same:
+        if other.value is not None:
+            return {other.same: other.value} if value else {}
         name = other.same
     if name in KNOWN:
         return {name: VALUES[name](value) if name in VALUES else value}

@@ -158,6 +158,7 @@ FOREIGN_OPTIONS = {
     "--allowed-origins",
     "--uvicorn-log-level",
     "--disable-log-requests",
+    "--disable-log-stats",
     "--otlp-traces-endpoint",
     "--enable-server-load-tracking",
     "--trust-remote-code",
