@@ -19,6 +19,7 @@ from jaxserve.calibration.sensitivity.profile import FILE_NAME as PROFILE
 from jaxserve.calibration.sensitivity.rounding_costs import FILE_NAME as COSTS, load_costs
 from jaxserve.checkpoint.kept import KeptLayers, kept_folder
 from jaxserve.checkpoint.layout import stored_layout
+from jaxserve.checkpoint.local import with_local_files
 from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.compilation.cache import CompileCounter, use_persistent_cache, user_cache_folder
 from jaxserve.compilation.programs import Compiler
@@ -198,6 +199,7 @@ def build(
     Raise `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the engine cannot be built.
     """
     use_persistent_cache(config.compile_cache)
+    config = with_local_files(config, progress)
     resolved = resolve(config)
     tracer = None if config.otlp_endpoint is None else RequestTracer(config.otlp_endpoint, resolved.info.name)
     controlled = controlled or config.policy != STATIC

@@ -21,6 +21,7 @@ JAX = ("jax", "jaxlib", "flax")
 JAX_FREE = (
     "jaxserve.core",
     "jaxserve.console",
+    "jaxserve.hub",
     "jaxserve.kvcache",
     "jaxserve.scheduler",
     "jaxserve.control",

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer as HfTokenizer
 
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import CheckpointError, ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.hub import Need, fetch, hub_name
 
 MAX_PROMPT_TOKENS = 100_000_000  # more fit neither a model nor memory
-TOKENIZER = "tokenizer.json"  # file name on the hub
 MAX_ADJUSTMENTS = 10  # of a text's length; more than three are rare
 
 
@@ -38,7 +37,7 @@ class Vocabulary:
         bundled = _bundled()
         if bundled is not None and str(source) == bundled.name:
             return cls(Tokenizer.load(bundled), str(source))
-        return cls(_from_hub(str(source), bundled), str(source))
+        return cls(_from_hub(source, bundled), str(source))
 
     @property
     def size(self) -> int:
@@ -122,31 +121,13 @@ def _bundled() -> Path | None:
         return None
 
 
-def _from_hub(name: str, bundled: Path | None) -> Tokenizer:
+def _from_hub(source: str | Path, bundled: Path | None) -> Tokenizer:
     also = f" or {bundled.name} (the bundled model)" if bundled else ""
-    missing = f"unknown tokenizer {name!r}: give a folder, a tokenizer.json, a name on Hugging Face's hub{also}"
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    missing = f"unknown tokenizer {str(source)!r}: give a folder, a tokenizer.json, a name on the hub{also}"
+    name = hub_name(source, short=True)
+    if name is None:
         raise ConfigError(f"{missing} (--tokenizer)")
     try:
-        return Tokenizer(HfTokenizer.from_file(_hub_file(name)))
-    except Exception as error:
-        # The hub's client raises many types of error.
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{missing}; the hub did not provide it: {reason} (--tokenizer)") from error
-
-
-def _hub_file(name: str) -> str:
-    """Return the path of a model's tokenizer.json, from the hub or else from the cache of the hub's client.
-
-    The hub is asked once first, because a download would try to reach it for half a minute.
-    """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-
-    try:
-        get_hf_file_metadata(hf_hub_url(name, TOKENIZER))
-        return hf_hub_download(name, TOKENIZER)
-    except Exception:
-        cached = try_to_load_from_cache(name, TOKENIZER)
-        if not isinstance(cached, str):
-            raise
-        return cached
+        return Tokenizer.load(fetch(name, Need.TOKENIZER).folder)
+    except CheckpointError as error:
+        raise ConfigError(f"{missing}; {error} (--tokenizer)") from error

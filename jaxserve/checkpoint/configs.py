@@ -29,15 +29,7 @@ def read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict[
     """
     if not directory.is_dir() or not config_path.is_file():
         check_folder(directory)
-    hf = read_json_object(config_path)
-    try:
-        config, headless = config_from_hf(hf), is_headless(hf)
-        settings = _quantization_settings(directory, hf)
-        scheme = read_scheme(settings) if settings else None
-    except CheckpointError as error:
-        raise CheckpointError(f"{config_path}: {error}") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{config_path}: has a value of the wrong type ({error})") from error
+    config, scheme, headless = _read_config(directory, config_path)
     generation_path = directory / "generation_config.json"
     generation = read_json_object(generation_path, missing_ok=True)
     if generation.get("eos_token_id") is not None:
@@ -54,6 +46,23 @@ def read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict[
             )
         config = replace(config, eos_token_ids=eos)
     return config, generation, scheme, headless
+
+
+def check_supported(directory: Path) -> None:
+    """Raise `CheckpointError` unless the model that the folder's config.json describes is supported."""
+    _read_config(directory, directory / "config.json")
+
+
+def _read_config(directory: Path, config_path: Path) -> tuple[ModelConfig, Scheme | None, bool]:
+    hf = read_json_object(config_path)
+    try:
+        config, headless = config_from_hf(hf), is_headless(hf)
+        settings = _quantization_settings(directory, hf)
+        return config, read_scheme(settings) if settings else None, headless
+    except CheckpointError as error:
+        raise CheckpointError(f"{config_path}: {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{config_path}: has a value of the wrong type ({error})") from error
 
 
 def _quantization_settings(directory: Path, hf: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -5,15 +5,11 @@ import re
 from pathlib import Path
 
 from jaxserve.core.errors import CheckpointError
+from jaxserve.core.model_files import INDEX_NAME, SHARD, SINGLE_NAME, about_other_weights, safetensors_files
 
 log = logging.getLogger(__name__)
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-# Prefixes of files whose tensors have other names than the model's.
-OTHER_NAMES = ("consolidated", "adapter_model")
+EXAMPLE = "Qwen/Qwen2.5-0.5B-Instruct"
 
 
 def check_folder(path: Path) -> None:
@@ -24,7 +20,7 @@ def check_folder(path: Path) -> None:
         if path.exists():
             raise CheckpointError(f"{path}: is a file; a model is a folder with config.json and safetensors")
         raise CheckpointError(
-            f"{path}: no such directory. A model is a local directory; names on a hub are not downloaded"
+            f"{path}: no such directory. A model is a folder, or a name on Hugging Face's hub such as {EXAMPLE}"
         )
     if (path / "config.json").is_file():
         return
@@ -47,7 +43,7 @@ def weight_files(directory: Path) -> list[Path]:
     """
     if (directory / SINGLE_NAME).is_file():
         return [directory / SINGLE_NAME]
-    files = [file for file in sorted(directory.glob("*.safetensors")) if not file.name.startswith(OTHER_NAMES)]
+    files = [directory / name for name in safetensors_files(file.name for file in directory.iterdir())]
     shards = {file: match for file in files if (match := SHARD.fullmatch(file.name))}
     if shards:
         _check_complete(directory, shards)
@@ -78,14 +74,4 @@ def _check_complete(directory: Path, shards: dict[Path, re.Match[str]]) -> None:
 
 
 def _others(directory: Path) -> str:
-    """Return a sentence about the weights of a folder in formats that cannot be read, "" if it has none."""
-    names = sorted(file.name for file in directory.iterdir())
-    if pickles := [name for name in names if name.endswith(PICKLES)]:
-        return f"{pickles[0]} is a pickle, which is never loaded: convert it to safetensors"
-    if ggufs := [name for name in names if name.endswith(".gguf")]:
-        return f"{ggufs[0]} is GGUF, which is not supported: use the model's safetensors"
-    if foreign := [name for name in names if name.startswith("consolidated")]:
-        return f"{foreign[0]} is in the format of the model's authors: use its safetensors in Hugging Face's format"
-    if adapters := [name for name in names if name.startswith("adapter_")]:
-        return f"{adapters[0]} belongs to a LoRA adapter: merge it into its base model (merge_and_unload of peft)"
-    return ""
+    return about_other_weights([file.name for file in directory.iterdir()])

@@ -21,10 +21,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxserve.checkpoint.folder import INDEX_NAME, SINGLE_NAME, weight_files
+from jaxserve.checkpoint.folder import weight_files
 from jaxserve.core.aligned_arrays import aligned_zeros
 from jaxserve.core.errors import CheckpointError
 from jaxserve.core.files import is_lfs_pointer, lfs_error, read_json_object
+from jaxserve.core.model_files import INDEX_NAME, SINGLE_NAME
 
 log = logging.getLogger(__name__)
 

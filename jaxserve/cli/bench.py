@@ -20,9 +20,9 @@ from jaxserve.bench.options import (
 )
 from jaxserve.cli.app import App, BenchCommand
 from jaxserve.cli.options import OFFLINE, OptionsOf, expand_options
-from jaxserve.cli.terminal import exit_with_status
+from jaxserve.cli.terminal import configure_logging, exit_with_status
 from jaxserve.console.bars import console
-from jaxserve.console.progress import progress_bar
+from jaxserve.console.progress import progress_bar, start_progress
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.extras import require_extra
@@ -162,6 +162,7 @@ def throughput(
     from jaxserve.bench.vocabulary import Vocabulary
     from jaxserve.bench.workload_builder import build_workload
 
+    engine = _with_local_files(engine)
     source = engine.tokenizer or engine.model
     workload = build_workload(dataset, ArrivalOptions(), trace, Vocabulary.load(source), as_text=False)
     samples = [request.sample for request in workload.requests]
@@ -191,6 +192,7 @@ def latency(
     result: ResultOptions,
 ) -> None:
     """Measure prefill and decode times by batch size and prompt length."""
+    engine = _with_local_files(engine)
     if calibration.calibrate is not None:
         _calibrate(calibration.calibrate, calibration, engine, seed)
         return
@@ -217,7 +219,7 @@ def startup(
     from jaxserve.bench.offline.options import StartupOptions
     from jaxserve.bench.offline.startup import startup as measure
 
-    options = StartupOptions(engine, repeats, server)
+    options = StartupOptions(_with_local_files(engine), repeats, server)
     _measure_engine("startup", lambda step: measure(options, step), 2 * repeats * (1 + server), result)
 
 
@@ -279,6 +281,15 @@ def _measure_engine(
     )
     publish(measured, options)
     exit_with_status([measured])
+
+
+def _with_local_files(engine: EngineConfig) -> EngineConfig:
+    """Return the configuration with folders in place of names on a hub, so that downloads are not measured."""
+    from jaxserve.checkpoint.local import with_local_files
+
+    configure_logging("warning")
+    with signals_as_ctrl_c(), start_progress() as progress:
+        return with_local_files(engine, progress)
 
 
 def _calibrate(path: Path, calibration: CalibrateOptions, engine: EngineConfig, seed: int) -> None:

@@ -15,6 +15,7 @@ import typer
 from jaxserve._version import __version__
 from jaxserve.cli.app import App, Root
 from jaxserve.cli.bench import app as bench
+from jaxserve.cli.models import app as models, pull
 from jaxserve.cli.options import (
     IN_TERMINAL,
     MODEL,
@@ -95,12 +96,14 @@ def serve(
 
     def load() -> "EngineClient":
         from jaxserve.build import async_engine, build
+        from jaxserve.checkpoint.local import with_local_files
         from jaxserve.engine.model_tokenizer import check_serves_text
         from jaxserve.preparation import prepare_in_background
 
-        check_serves_text(engine_config)
         with start_progress() as progress:
-            built = build(engine_config, controlled=True, progress=progress)
+            local = with_local_files(engine_config, progress)
+            check_serves_text(local)
+            built = build(local, controlled=True, progress=progress)
         client = async_engine(built)
         prepare_in_background(built, client)
         return client
@@ -141,6 +144,8 @@ def chat(
 app.command(name="run-batch")(run_batch)
 app.command()(profile)
 app.command()(quantize)
+app.command()(pull)
+app.add_typer(models)
 app.add_typer(plan)
 app.add_typer(bench)
 app.add_typer(simulation)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from jaxserve.calibration.sensitivity.profile import FILE_NAME, LayerLosses, QualityCurve, Weights
+from jaxserve.cli.options import MODEL
+from jaxserve.cli.terminal import configure_logging
 from jaxserve.console.bars import console
-from jaxserve.console.progress import phases
+from jaxserve.console.progress import phases, start_progress
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.extras import require_extra
 from jaxserve.core.files import ensure_file, write_file
@@ -28,10 +30,7 @@ def _option(text: str, *names: str, **more: Any) -> Any:
 
 
 def profile(
-    model: Annotated[
-        Path | None,
-        typer.Argument(help="Folder in Hugging Face layout. Default: the bundled model.", show_default=False),
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help=MODEL, show_default=False)] = None,
     *,
     calib: Annotated[
         Path | None,
@@ -79,10 +78,13 @@ def profile(
     if compare_orders:
         require_extra("bench", "matplotlib", purpose="the plot of orders")
     from jaxserve.calibration.sensitivity.run import Options, profile_model
+    from jaxserve.checkpoint.local import local_folder
     from jaxserve.cli.own_text import sampler
     from jaxserve.core.bundled import bundled_model_path
 
-    folder = model or bundled_model_path()
+    configure_logging("warning")
+    with start_progress() as progress:
+        folder = bundled_model_path() if model is None else local_folder(model, progress)
     path = out or folder / FILE_NAME
     picture = plot or path.with_suffix(".png")
     for file in (path, picture) if compare_orders else (path,):

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from jaxserve.cli.options import MODEL
+from jaxserve.cli.terminal import configure_logging
 from jaxserve.console.bars import console
-from jaxserve.console.progress import phases
+from jaxserve.console.progress import phases, start_progress
 
 if TYPE_CHECKING:
     from jaxserve.calibration.pipeline import QuantizationSettings
@@ -14,10 +16,7 @@ if TYPE_CHECKING:
 
 
 def quantize(
-    model: Annotated[
-        Path | None,
-        typer.Argument(help="Folder in Hugging Face layout. Default: the bundled model.", show_default=False),
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help=MODEL, show_default=False)] = None,
     *,
     precisions: Annotated[
         str, typer.Option(help="Precisions to prepare, separated by commas: int8, int4, int3.")
@@ -59,10 +58,13 @@ def quantize(
     """Quantise a model's layers, print what that costs, and store them next to the model."""
     from jaxserve.calibration.pipeline import QuantizationSettings
     from jaxserve.calibration.run import CalibrationText, run
+    from jaxserve.checkpoint.local import local_folder
     from jaxserve.cli.own_text import sampler
     from jaxserve.core.bundled import bundled_model_path
 
-    folder = model or bundled_model_path()
+    configure_logging("warning")
+    with start_progress() as progress:
+        folder = bundled_model_path() if model is None else local_folder(model, progress)
     chosen = tuple(dict.fromkeys(name.strip() for name in precisions.split(",") if name.strip()))
     settings = QuantizationSettings(chosen, method or "awq", group, symmetric=not zero_points)
     text = None if calib is None else CalibrationText(calib, calib_samples, calib_length)

@@ -52,7 +52,6 @@ def run_batch(
     server: Annotated[Given, OptionsOf(ServerSettings, SERVER_FIELDS)],
 ) -> None:
     """Answer a file of requests without a server, and continue where an earlier run has ended."""
-    from jaxserve.engine.model_tokenizer import check_serves_text
     from jaxserve.server.batch.files import is_stream, open_batch, readable_twice
     from jaxserve.server.batch.run import LINE_OVERHEAD_BYTES, Progress
     from jaxserve.server.options import read_config, resolve
@@ -63,7 +62,6 @@ def run_batch(
     engine_config, settings = resolve(read_config(config) if config else {}, chosen)
     settings = replace(settings, api_keys=())  # a file for `jaxserve serve` may have some, but there are no clients
     configure_logging("warning")
-    check_serves_text(engine_config)
     if not is_stream(output_file):
         ensure_file(output_file, "--output-file")
     with signals_as_ctrl_c(), readable_twice(input_file) as source:
@@ -81,8 +79,12 @@ def run_batch(
 def _run(config: EngineConfig, settings: ServerSettings, batch: "Batch", progress: "Progress") -> None:
     """Load the model, and answer what is left of a batch."""
     from jaxserve.build import build_async_engine
+    from jaxserve.checkpoint.local import with_local_files
+    from jaxserve.engine.model_tokenizer import check_serves_text
 
     with start_progress() as show:
+        config = with_local_files(config, show)
+        check_serves_text(config)
         client = build_async_engine(config, show)
     with progress_bar("requests", progress.total, keep=False) as bar:
 

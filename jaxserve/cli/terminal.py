@@ -92,6 +92,7 @@ def configure_logging(level: str, *, access: bool = False) -> None:
     """Log this package's messages of a level and above, and requests with `access`."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("jaxserve").setLevel(level.upper())
+    logging.getLogger("jaxserve.hub").setLevel(min(logging.INFO, logging.getLevelName(level.upper())))
     logging.getLogger("uvicorn.access").setLevel(logging.INFO if access else logging.WARNING)
 
 

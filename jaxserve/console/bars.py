@@ -3,7 +3,8 @@
 import threading
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
 from jaxserve.console.progress import ProgressBar, amount
@@ -13,8 +14,16 @@ BAR_WIDTH = 24  # characters
 console = Console(stderr=True, highlight=False)
 
 
+class Activity(ProgressColumn):
+    """What is being done, cut where the terminal is too narrow for all columns."""
+
+    def render(self, task: Task) -> Text:
+        """Return the cell of a task."""
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
+
+
 class Amount(ProgressColumn):
-    """The steps done and all steps, or bytes with their unit."""
+    """The steps done and all steps, or bytes with their unit and their speed."""
 
     def render(self, task: Task) -> Text:
         """Return the cell of a task."""
@@ -22,8 +31,17 @@ class Amount(ProgressColumn):
         if task.total is None:
             return Text(amount(done, unit) if done else "")
         if unit == "B":
-            return Text(f"{amount(done, unit)}/{amount(int(task.total), unit)}")
+            speed = f" {amount(int(task.speed), unit)}/s" if task.speed and not task.finished else ""
+            return Text(f"{amount(done, unit)}/{amount(int(task.total), unit)}{speed}")
         return Text(f"{done}/{int(task.total)} {unit}".rstrip())
+
+
+class Elapsed(TimeElapsedColumn):
+    """The time since the work began; not for bytes, which have a speed."""
+
+    def render(self, task: Task) -> Text:
+        """Return the cell of a task."""
+        return Text() if task.fields["unit"] == "B" else super().render(task)
 
 
 class Left(ProgressColumn):
@@ -63,7 +81,7 @@ class Bars:
         """Show the state of a bar that is open."""
         progress, task = self._progress, self._tasks.get(bar)
         if progress is not None and task is not None:
-            progress.update(task, description=bar.description, completed=bar.done, total=bar.total)
+            progress.update(task, description=bar.description, completed=bar.done, total=bar.total, unit=bar.unit)
 
     def close(self, bar: ProgressBar, failed: bool) -> None:
         """End a bar, and the display if it was the last."""
@@ -85,11 +103,11 @@ class Bars:
 
     def _new(self) -> Progress:
         return Progress(
-            TextColumn("{task.description}", markup=False),
+            Activity(),
             BarColumn(BAR_WIDTH),
-            Amount(),
-            TimeElapsedColumn(),
-            Left(),
+            Amount(table_column=Column(no_wrap=True)),
+            Elapsed(table_column=Column(no_wrap=True)),
+            Left(table_column=Column(no_wrap=True)),
             console=self._console,
             redirect_stdout=False,  # it may be a file, whose text would get into the terminal
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, Protocol, TextIO
 
-from jaxserve.core.progress import COMPILING, Progress
+from jaxserve.core.progress import COMPILING, DOWNLOADING, Progress
 
 LINE_INTERVAL_S = 10.0  # between two lines of a bar, where the output is neither a terminal nor a notebook
 NOTEBOOK_DELAY_S, NOTEBOOK_INTERVAL_S = 0.5, 0.2  # before a notebook shows a bar, and between two changes of it
@@ -34,6 +34,7 @@ class ProgressBar:
         self.conclusion = ""  # shown in place of the bar when the work has ended
         self._clock, self._lock = clock, threading.Lock()
         self._began = self._activity_began = clock()
+        self._done_before = 0  # when the activity began, such as a download that goes on
         self._view: _View | None = None
 
     def advance(self, steps: int = 1) -> None:
@@ -42,12 +43,13 @@ class ProgressBar:
             self.done += steps
         self._show()
 
-    def update(self, description: str, done: int, total: int | None) -> None:
-        """Show another activity, or another number of steps."""
+    def update(self, description: str, done: int, total: int | None, unit: str | None = None) -> None:
+        """Show another activity, or another number of steps, or steps of another unit."""
         with self._lock:
             if description != self.description:
-                self._activity_began = self._clock()
+                self._activity_began, self._done_before = self._clock(), done
             self.description, self.done, self.total = description, done, total
+            self.unit = self.unit if unit is None else unit
         self._show()
 
     @property
@@ -64,11 +66,12 @@ class ProgressBar:
         """Return the state in one line, such as "reading weights: 3 of 18, 12 s left"."""
         if self.total is None:
             return f"{self.description}: {amount(self.done, self.unit)}" if self.done else self.description
-        left = ""
+        left, done, elapsed = "", self.done - self._done_before, self._clock() - self._activity_began
+        if self.unit == "B" and done > 0 and elapsed > 0:
+            left = f", {amount(int(done / elapsed), self.unit)}/s"
         # Before that, the first step's compilation would count for every step.
-        if KNOWN_FROM * self.total <= self.done < self.total and self.done:
-            elapsed = self._clock() - self._activity_began
-            left = f", {elapsed / self.done * (self.total - self.done):.0f} s left"
+        if KNOWN_FROM * self.total <= self.done < self.total and done > 0:
+            left += f", {elapsed / done * (self.total - self.done):.0f} s left"
         return f"{self.description}: {amount(self.done, self.unit)} of {amount(self.total, self.unit)}{left}"
 
     def open(self, view: "_View") -> None:
@@ -158,10 +161,10 @@ def start_progress(
 
         def report(activity: str, done: int, total: int) -> None:
             compiling.note(activity, done)
-            bar.update(activity, done, total)
+            bar.update(activity, done, total, "B" if activity.startswith(DOWNLOADING) else "")
 
         yield report
-        bar.update(doing, 0, None)
+        bar.update(doing, 0, None, "")
         if compiling.programs:
             bar.conclusion = (
                 f"compiled {compiling.programs} programs in {compiling.seconds:.0f} s; the next start of this model "

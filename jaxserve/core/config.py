@@ -1,6 +1,6 @@
 """Configurations: `ModelConfig` describes a checkpoint's model, and `EngineConfig` holds the options of an engine."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -108,11 +108,37 @@ class EngineConfig:
 
     # -- model
     model: Annotated[
-        str | Path | None, Option("Model", "Folder of the model in Hugging Face layout.", default="the bundled model")
+        str | Path | None,
+        Option(
+            "Model",
+            "Folder of the model in Hugging Face layout, or its name on the hub: ORG/NAME or ORG/NAME@REVISION.",
+            default="the bundled model",
+            hub=True,
+        ),
     ] = None
+    revision: Annotated[
+        str | None,
+        Option("Model", "Branch, tag or commit of a model on the hub.", default="main", in_terminal=True),
+    ] = None
+    download_dir: Annotated[
+        str | Path | None,
+        Option(
+            "Model",
+            "Folder in which models from the hub are kept.",
+            default="HF_HUB_CACHE, or else the folder hub in HF_HOME",
+            in_terminal=True,
+        ),
+    ] = None
+    hf_token: str | None = field(default=None, repr=False)  # of the hub; None: HF_TOKEN, or of `hf auth login`
     tokenizer: Annotated[
         str | Path | None,
-        Option("Model", "Folder of the tokenizer, or a tokenizer.json.", default="the model's", in_terminal=True),
+        Option(
+            "Model",
+            "Folder of the tokenizer, a tokenizer.json, or a name on the hub.",
+            default="the model's",
+            in_terminal=True,
+            hub=True,
+        ),
     ] = None
     skip_tokenizer_init: Annotated[
         bool, Option("Model", "Serve without a tokenizer; prompts must then be token ids.")
@@ -127,7 +153,7 @@ class EngineConfig:
             first=True,
         ),
     ] = None
-    served_model_name: str | None = None  # for clients and metrics; None: the name of the folder
+    served_model_name: str | None = None  # for clients and metrics; None: the name on the hub, or of the folder
     load_format: Annotated[
         LoadFormat,
         Option(
@@ -441,9 +467,9 @@ class EngineConfig:
     max_stop_strings: Annotated[int, Option("Limits", "Maximum number of stop strings per request.")] = 16
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) is None:  # as if it were not given
-                object.__setattr__(self, field.name, field.default)
+        for option in fields(self):
+            if getattr(self, option.name) is None:  # as if it were not given
+                object.__setattr__(self, option.name, option.default)
         make_plain(self)
         for name, convert in VALUES.items():
             if hasattr(self, name):

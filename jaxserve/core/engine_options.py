@@ -12,6 +12,9 @@ from jaxserve.core.config import KernelBackend, KVCacheDType, LoadFormat, Metric
 class EngineOptions(TypedDict, total=False):
     """The options of an engine, described in docs/options.md."""
 
+    revision: str | None
+    download_dir: str | Path | None
+    hf_token: str | None
     tokenizer: str | Path | None
     skip_tokenizer_init: bool
     chat_template: str | Path | None

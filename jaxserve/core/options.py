@@ -25,6 +25,7 @@ class Option:
     is the environment variable that sets it. A number must be at least `minimum`, more than `above` and at most
     `maximum`; an `endless` option may also be infinite. `in_terminal` options also belong to the commands
     `generate` and `chat`. `first` options are those that people need first, which `--help` shows without being asked.
+    A `hub` option is a path, or a name on Hugging Face's hub.
     """
 
     group: str
@@ -38,6 +39,7 @@ class Option:
     endless: bool = False
     in_terminal: bool = False
     first: bool = False
+    hub: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Progress = Callable[[str, int, int], None]
 return at once."""
 
 READING, QUANTISING = "reading weights", "quantising weights"
+DOWNLOADING = "downloading"  # what it is follows; the items are bytes
 LOADING, COMPILING = "loading compiled programs", "compiling programs"
 
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from jaxserve.core.keywords import OtherName, ignored, same, sets, use
 from jaxserve.core.vllm_names import NO_LORA, TEXT_ONLY
 
-LOCAL = "models are local folders: download the revision, and give its folder"
 OWN_FORMAT = "leave it out for a checkpoint that is already quantised, and use `precision` to quantise another at load"
 ONE_ENGINE = "the engine chooses this itself"
 ONE_PROCESS = "an engine runs in one process, on its devices (see `tp`, `pp` and `dp`)"
@@ -37,7 +36,8 @@ _MODEL: Mapping[str, OtherName] = {
     **use(OWN_FORMAT, "quantization", "quantization_config", "quantization_param_path", "load_in_8bit", "load_in_4bit"),
     **use(OWN_FORMAT, "allow_deprecated_quantization"),
     **use("use `max_model_len`", "max_length", "max_seq_len", "context_length", "n_ctx"),
-    **use(LOCAL, "revision", "code_revision", "tokenizer_revision", "download_dir", "hf_token", "hf_config_path"),
+    **use("write it after the tokenizer's name, as in `ORG/NAME@REVISION`", "tokenizer_revision"),
+    **use("config.json is read from the model's folder", "hf_config_path"),
     **use("give the folder as `model`", "model_weights"),
     **use("change config.json in the model's folder", "hf_overrides", "rope_scaling", "rope_theta"),
     **use("change config.json in the model's folder", "model_class_overrides", "disable_sliding_window"),
@@ -56,7 +56,7 @@ _MODEL: Mapping[str, OtherName] = {
     **use("there are no plugins for inputs and outputs", "io_processor_plugin"),
     **use("log-probabilities are those of the raw logits", "logprobs_mode", neutral=("raw_logprobs",)),
     **use(NOT_RETURNED, "enable_return_routed_experts", "return_sampling_mask", "enable_trace_replay"),
-    **ignored("no code of a model's folder is ever run", "trust_remote_code"),
+    **ignored("no code of a model's folder is ever run", "trust_remote_code", "code_revision"),
     **ignored("weights are read from safetensors", "model_loader_extra_config", "ignore_patterns", "use_tqdm_on_load"),
     **ignored("weights are read from safetensors", "safetensors_load_strategy", "max_parallel_loading_workers"),
     **ignored("weights are read from safetensors", "pt_load_map_location", "model_impl"),

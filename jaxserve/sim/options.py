@@ -26,7 +26,7 @@ class ClusterOptions:
         str | None,
         Option(
             "Model",
-            "A config.json, a folder with one, or a name in configs/models.",
+            "A config.json, a folder with one, a name in configs/models, or a name on the hub.",
             default="the bundled model",
             first=True,
         ),

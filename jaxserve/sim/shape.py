@@ -11,9 +11,11 @@ from jaxserve.core.config import DType
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_json, read_text
 from jaxserve.core.kv_layout import int8_row_bytes
+from jaxserve.core.model_name import model_name
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import BITS
 from jaxserve.core.scale_groups import default_group, group_size
+from jaxserve.hub import Need, fetch, hub_name
 
 ITEMSIZE: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALE = 2  # bytes of a scale
@@ -44,11 +46,12 @@ class ModelShape:
 
     @classmethod
     def load(cls, path: str | Path) -> "ModelShape":
-        """Load a Hugging Face config.json, given by path, by its folder, or by a name in configs/models.
+        """Load a Hugging Face config.json, given by path, by its folder, or by a name in configs/models or on the hub.
 
-        Raise `ConfigError`, which names file and field, if the model is unknown or the file is invalid.
+        Raise `ConfigError`, which names file and field, if the model is unknown or the file is invalid, and
+        `CheckpointError` if the hub does not provide it.
         """
-        file = _find(Path(path))
+        file = _find(path)
         given = parse_json(read_text(file), file)
         if not isinstance(given, dict):
             raise ConfigError(f"{file} is not a config.json: it must hold a JSON object")
@@ -57,7 +60,7 @@ class ModelShape:
         experts = read.number("num_experts", read.number("num_local_experts", 0))
         inner = read.number("moe_intermediate_size", read.number("intermediate_size", 0)) if experts else 0
         return cls(
-            name=file.parent.name if file.name == "config.json" else file.stem,
+            name=model_name(file.parent) if file.name == "config.json" else file.stem,
             vocab_size=read.number("vocab_size"),
             hidden_size=hidden,
             num_layers=read.number("num_hidden_layers"),
@@ -213,13 +216,18 @@ class _Fields:
         return cast(DType, name)
 
 
-def _find(path: Path) -> Path:
+def _find(source: str | Path) -> Path:
     """Return the config.json. Raise `ConfigError`, which lists the known models, if there is none."""
-    file = config_path("models", path / "config.json") or config_path("models", path)
-    if file is None:
-        known = ", ".join(config_names("models"))
-        raise ConfigError(f"unknown model {str(path)!r}: give a config.json, a folder with one, or one of {known}")
-    return file
+    file = config_path("models", Path(source) / "config.json") or config_path("models", source)
+    if file is not None:
+        return file
+    if name := hub_name(source):
+        return fetch(name, Need.CONFIG).folder / "config.json"
+    known = ", ".join(config_names("models"))
+    raise ConfigError(
+        f"unknown model {str(source)!r}: give a config.json, a folder with one, a name on the hub (ORG/NAME), or one "
+        f"of {known}"
+    )
 
 
 def _share(size: int, tp: int) -> int:

@@ -1,13 +1,8 @@
 """Random prompts: no special tokens, exact lengths, and clear errors for missing tokenizers."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +13,7 @@ from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import CheckpointError, ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
+from tests.support.hub import LoopbackHub, reachable
 
 
 @pytest.fixture(scope="module")
@@ -102,75 +98,43 @@ def test_random_text_has_no_broken_characters_and_no_line_ends(vocabulary):
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "one/two/three", "not valid!"])
 def test_unknown_tokenizer_is_a_config_error_that_names_it(name):
-    with pytest.raises(ConfigError, match="unknown tokenizer") as caught:
+    with pytest.raises(ConfigError, match=r"unknown tokenizer") as caught:
         Vocabulary.load(name)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-class Hub:
-    """A hub that answers 503 to everything, and the requests that it received."""
-
-    def __init__(self) -> None:
-        self.requests: list[str] = []
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_HEAD(self) -> None:
-                hub.requests.append(self.path)
-                self.send_error(503)
-
-            do_GET = do_HEAD
-
-            def log_message(self, format: str, *args: object) -> None: ...
-
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-
-
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    hub = Hub()
-    thread = threading.Thread(target=hub.server.serve_forever)
-    thread.start()
-    yield hub
-    hub.server.shutdown()
-    thread.join()
-    hub.server.server_close()
+def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
+    """A hub that has the bundled tokenizer, under a name without an organisation."""
+    hub = LoopbackHub()
+    hub.add("model", {"tokenizer.json": (bundled_model_path() / "tokenizer.json").read_bytes()})
+    with reachable(hub, tmp_path / "home"):
+        yield hub
 
 
-def load_from(hub: Hub, home: Path, **environment: str) -> str:
-    """Return what an interpreter that knows only this hub prints for `Vocabulary.load("some/model")`."""
-    code = (
-        "from jaxserve.bench.vocabulary import Vocabulary; from jaxserve.core.errors import ConfigError\n"
-        "try: print(Vocabulary.load('some/model').size)\n"
-        "except ConfigError as error: print(error)"
-    )
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    told = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}", "HF_HOME": str(home)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=kept | told | environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def test_tokenizer_from_the_hub_is_kept(hub, vocabulary):
+    assert Vocabulary.load("model").size == vocabulary.size
+    hub.seen.clear()
+    assert Vocabulary.load("model").size == vocabulary.size
+    assert not hub.seen
 
 
-def test_unreachable_hub_is_asked_once(hub, tmp_path):
-    assert "the hub did not provide it" in load_from(hub, tmp_path)
-    assert hub.requests.count("/some/model/resolve/main/tokenizer.json") == 1
+def test_unreachable_hub_is_asked_once(hub):
+    hub.answers["/"] = 503
+    with pytest.raises(ConfigError, match=r"unknown tokenizer 'some/model'.* answers 503"):
+        Vocabulary.load("some/model")
+    assert len(hub.requests("/api/models/some/model")) == 1
 
 
-def test_hub_is_not_asked_offline(hub, tmp_path):
-    assert "HF_HUB_OFFLINE" in load_from(hub, tmp_path, HF_HUB_OFFLINE="1")
-    assert not hub.requests
-
-
-def test_cached_tokenizer_is_used_when_the_hub_is_unreachable(hub, tmp_path, vocabulary):
-    model = tmp_path / "hub" / "models--some--model"
+def test_cached_tokenizer_needs_no_other_file(hub, tmp_path, vocabulary):
+    model = tmp_path / "home" / "hub" / "models--some--model"
     (model / "snapshots" / "abc").mkdir(parents=True)
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("abc")
     shutil.copy(bundled_model_path() / "tokenizer.json", model / "snapshots" / "abc")
-    assert load_from(hub, tmp_path) == f"{vocabulary.size}\n"
+    assert Vocabulary.load("some/model").size == vocabulary.size
+    assert not hub.seen
 
 
 def test_folder_without_tokenizer_names_the_missing_file(tmp_path: Path):

@@ -75,8 +75,8 @@ def test_error_for_an_unsupported_configuration_names_the_key(single: Path, chan
     refused(single, "config.json", word)
 
 
-def test_error_for_a_missing_directory_says_that_nothing_is_downloaded():
-    refused(Path("meta-llama/Llama-3.1-8B"), "meta-llama/Llama-3.1-8B", "not downloaded")
+def test_error_for_a_missing_directory_says_what_a_model_is():
+    refused(Path("models/llama"), "models/llama: no such directory", "or a name on Hugging Face's hub such as Qwen/")
 
 
 @pytest.mark.parametrize("file", ["config.json", SINGLE, "generation_config.json"])

@@ -81,11 +81,19 @@ def test_short_phase_has_one_line(written: Written) -> None:
     assert written.getvalue() == "quantising layers: done in 0 s\n"
 
 
-def test_bytes_are_shown_with_their_unit(written: Written) -> None:
+def test_bytes_are_shown_with_their_unit_and_speed(written: Written) -> None:
     with progress_bar("model.safetensors", 3_500_000_000, unit="B", clock=seconds()) as bar:
         for _ in range(15):
             bar.advance(100_000_000)
-    assert re.search(r"model.safetensors: \d+\.\d [MG]B of 3.5 GB, \d+ s left", written.getvalue())
+    found = re.search(r"model.safetensors: \d+\.\d [MG]B of 3.5 GB, \d+\.\d MB/s, \d+ s left", written.getvalue())
+    assert found, written.getvalue()
+
+
+def test_speed_of_a_download_that_goes_on_leaves_out_what_was_there(written: Written) -> None:
+    with start_progress(clock=seconds()) as report:
+        for step in range(20):
+            report("downloading org/name", 900_000_000 + 1_000_000 * step, 1_000_000_000)
+    assert re.search(r"downloading org/name: 9\d\d\.\d MB of 1\.0 GB, \d+\.\d kB/s, ", written.getvalue())
 
 
 def test_work_that_fails_is_not_called_done(written: Written) -> None:

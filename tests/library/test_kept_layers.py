@@ -25,12 +25,17 @@ OPTIONS = {"max_num_seqs": 2, "max_num_batched_tokens": 2 + 32, "memory_gb": 4, 
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kept") / "model"
-    folder.mkdir()
-    shutil.copy(tiny_model / "config.json", folder)
+    """A model in the cache of Hugging Face's hub, whose files are links."""
+    blobs = tmp_path_factory.mktemp("hub") / "models--org--kept" / "blobs"
+    folder = blobs.parent / "snapshots" / "0123abc"
+    blobs.mkdir(parents=True)
+    folder.mkdir(parents=True)
+    shutil.copy(tiny_model / "config.json", blobs)
     dummy = open_checkpoint(tiny_model, "dummy")
     shapes = {n: shape for block in dummy.config.block_ids for n, shape in tensor_shapes(dummy.config, block).items()}
-    save_file({name: dummy.store.get(name, shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    save_file({name: dummy.store.get(name, shape) for name, shape in shapes.items()}, blobs / "model.safetensors")
+    for blob in blobs.iterdir():
+        (folder / blob.name).symlink_to(blob)
     return folder
 
 

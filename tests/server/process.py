@@ -50,11 +50,15 @@ def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen]:
 
 
 @contextlib.contextmanager
-def server_process(*arguments: str) -> Iterator[ServerProcess]:
+def server_process(*arguments: str, **options: Any) -> Iterator[ServerProcess]:
     """Run `python arguments...` until the block ends, and yield it once it has printed the address of its server."""
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
-        with output.open("w") as out, errors.open("w") as err, started(*arguments, stdout=out, stderr=err) as process:
+        with (
+            output.open("w") as out,
+            errors.open("w") as err,
+            started(*arguments, stdout=out, stderr=err, **options) as process,
+        ):
             deadline = time.monotonic() + PATIENCE
             while not (found := re.search(r"https?://[\d.]+:\d+|unix:\S+", output.read_text())):
                 assert process.poll() is None, f"the server ended before it was ready:\n{errors.read_text()}"

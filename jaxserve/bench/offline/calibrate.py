@@ -34,6 +34,7 @@ from jaxserve.core.bundled import bundled_model_path, config_names
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import write_file
 from jaxserve.core.machine import processors
+from jaxserve.core.model_name import model_name
 from jaxserve.core.precision import BITS, parse_precision
 from jaxserve.engine.step_log import Recording, read_log
 from jaxserve.planning.defaults import dtype_with_quantized
@@ -262,7 +263,7 @@ def _source(options: CalibrationOptions, precisions: Sequence[str]) -> str:
     here = describe_environment()
     here["cores"] += " cores"
     machine = ", ".join(here[key] for key in ("gpus", "cpu", "cores", "memory", "system") if key in here)
-    model = Path(options.engine.model or bundled_model_path()).resolve().name
+    model = model_name(Path(options.engine.model or bundled_model_path()))
     engine = json.dumps({key: value for key, value in changed_fields(options.engine).items() if key != "model"})
     versions = f"jaxserve {here['jaxserve']} ({here.get('commit', 'no commit')}), {here['packages']}"
     return (

@@ -1,0 +1,58 @@
+"""Errors of the hub and of downloads, in one line that says what helps."""
+
+import errno
+from pathlib import Path
+
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    DisabledRepoError,
+    GatedRepoError,
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from jaxserve.core.errors import CheckpointError, ConfigError, JaxserveError
+from jaxserve.hub.names import HubName
+
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+OTHER_FOLDER = "choose another folder with --download-dir or HF_HOME"
+
+
+class Unreachable(CheckpointError):
+    """A hub that does not answer, so that only the cache is left."""
+
+
+def explained(error: Exception, name: HubName, cache: Path) -> JaxserveError:
+    """Return the error to raise for one of the hub's client, or of a file."""
+    hub = constants.ENDPOINT
+    page = f"{hub}/{name.id}"
+    if isinstance(error, JaxserveError):
+        return error
+    if isinstance(error, GatedRepoError):
+        return CheckpointError(
+            f"{name.id} is gated: accept its terms at {page}, and set HF_TOKEN to a token of that account"
+        )
+    status = getattr(error.response, "status_code", None) if isinstance(error, HfHubHTTPError) else None
+    if status == 401 and "Invalid credentials" in str(error):
+        return CheckpointError(f"{hub} refuses the token: set HF_TOKEN to a valid one, or unset it")
+    if isinstance(error, RepositoryNotFoundError) or status == 401:  # which hides whether a model is private
+        return CheckpointError(
+            f"{name.id}: no such directory, and no such model on {hub} (for a private one, set HF_TOKEN)"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return CheckpointError(f"{name.id} has no revision {name.revision!r}: its branches are at {page}/tree/main")
+    if isinstance(error, DisabledRepoError):
+        return CheckpointError(f"{name.id} is disabled by the hub: see {page}")
+    if status is not None:
+        return Unreachable(f"{hub} answers {status} for {name.id}")
+    if isinstance(error, OfflineModeIsEnabled):
+        return Unreachable("HF_HUB_OFFLINE is set")
+    if isinstance(error, OSError) and error.errno in FULL:
+        return ConfigError(f"the disk is full: {cache} has no room for {name.id}: {OTHER_FOLDER}")
+    if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
+        return ConfigError(f"cannot write into {cache}: {error.strerror}: {OTHER_FOLDER}")
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return Unreachable(f"{hub} cannot be reached ({reason})")
