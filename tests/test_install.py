@@ -181,11 +181,16 @@ def test_source_distribution_has_the_pages_and_examples(unpacked):
     assert not [name for name in sorted(wanted) if not (unpacked / name).is_file()]
 
 
+def copy_makefile(folder: Path) -> None:
+    """Copy the Makefile, and what its environment is made of."""
+    for name in (*FILES, "Makefile", "scripts/make-venv"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+
+
 def test_make_installs_again_when_the_project_file_changes(tmp_path):
     """The console script must follow a new entry point."""
-    for name in (*FILES, "Makefile", "scripts/make-venv"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
+    copy_makefile(tmp_path)
     stamp = tmp_path / ".venv" / ".jaxserve"
     stamp.parent.mkdir()
     stamp.touch()
@@ -194,6 +199,12 @@ def test_make_installs_again_when_the_project_file_changes(tmp_path):
     later = stamp.stat().st_mtime + 10
     os.utime(tmp_path / "pyproject.toml", (later, later))
     assert "make-venv" in run(command, tmp_path).stdout
+
+
+@pytest.mark.parametrize("target", ["bench", "demo", "demo-cluster", "bench-peers"])
+def test_make_installs_what_its_target_needs(tmp_path, target):
+    copy_makefile(tmp_path)
+    assert "'.[bench]'" in run(["make", "--dry-run", target], tmp_path).stdout.replace('"', "'")
 
 
 def test_installed_command_line_starts(jaxserve):
