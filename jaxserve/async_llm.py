@@ -22,7 +22,7 @@ from jaxserve.core.vllm_attributes import ASYNC_METHODS
 from jaxserve.core.vllm_names import ASYNC_STREAM, EMBED
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import Prompt
-from jaxserve.engine.prompts import PromptLike, as_params, as_prompt, chat_prompt
+from jaxserve.engine.prompts import PromptLike, as_params, as_prompt, chat_prompt, default_params
 
 
 class AsyncLLM:
@@ -81,16 +81,24 @@ class AsyncLLM:
         prompt = chat_prompt(self._engine.tokenizer, messages, chat_template_kwargs, template)
         return self._stream(prompt, sampling_params, request_id, priority, salt)
 
+    def _params(self, sampling_params: SamplingParams | None) -> SamplingParams:
+        return self.get_default_sampling_params() if sampling_params is None else as_params(sampling_params)
+
     def _stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None, request_id: str | None, priority: int, salt: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        params, priority = as_params(sampling_params), plain(priority)
+        priority = plain(priority)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise RequestError(f"priority is {priority!r}: it must be an integer", field="priority", value=priority)
         for name, value in (("salt", salt), ("request_id", request_id or "")):
             if not isinstance(value, str):
                 raise RequestError(f"{name} is {value!r}: it must be a text", field=name, value=value)
+        params = self._params(sampling_params)
         return self._engine.generate(prompt, params, request_id=request_id, priority=priority, salt=salt)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters of calls that give none, as `LLM.get_default_sampling_params`."""
+        return default_params(self._engine.info)
 
     @explains_keywords(EMBED)
     async def embed(self, prompt: PromptLike) -> np.ndarray:

@@ -23,7 +23,7 @@ from jaxserve.core.vllm_names import CHAT, EMBED, GENERATE, STREAM, STREAM_CHAT
 from jaxserve.engine.client import Prompt
 from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.outputs import merge
-from jaxserve.engine.prompts import PromptLike, as_params, as_prompt, as_prompts, chat_prompt
+from jaxserve.engine.prompts import PromptLike, as_params, as_prompt, as_prompts, chat_prompt, default_params
 from jaxserve.engine.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -64,7 +64,8 @@ class LLM:
         """Generate answers for one or many prompts, and return their outputs in order.
 
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. `prompt_token_ids`: the
-        prompts, if `prompts` is not given. `sampling_params`: one object for all prompts, or one for each prompt.
+        prompts, if `prompts` is not given. `sampling_params`: one object for all prompts, or one for each prompt; by
+        default `get_default_sampling_params()`.
 
         Raise `RequestError` naming the parameter that is wrong, or `EngineFailed`, after which the LLM must be opened
         again. After any exception, no request of this call keeps running.
@@ -129,7 +130,7 @@ class LLM:
         Several streams may be read in turn, and `generate` may be called between two outputs. Tokens are computed when
         the next output is requested. Raise the errors of `generate`.
         """
-        return self._stream(as_prompt(prompt), as_params(sampling_params))
+        return self._stream(as_prompt(prompt), self._params(sampling_params))
 
     @explains_keywords(STREAM_CHAT)
     def stream_chat(
@@ -145,7 +146,7 @@ class LLM:
         The keyword arguments are those of `chat`. Raise the errors of `chat`.
         """
         prompt = chat_prompt(self.tokenizer, messages, chat_template_kwargs, template)
-        return self._stream(prompt, as_params(sampling_params))
+        return self._stream(prompt, self._params(sampling_params))
 
     @explains_keywords(EMBED)
     def embed(self, prompts: PromptLike | Sequence[PromptLike], use_tqdm: bool = True) -> list[np.ndarray]:
@@ -169,6 +170,13 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer. Raise `NoTokenizer` if the model has none."""
         return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters of calls that give none: those of the model's generation_config.json.
+
+        The options `generation_config` and `override_generation_config` change them.
+        """
+        return default_params(self._engine.info)
 
     @property
     def max_model_len(self) -> int:
@@ -207,7 +215,7 @@ class LLM:
         self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[tuple[Prompt, SamplingParams]]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            return [(prompt, as_params(sampling_params)) for prompt in prompts]
+            return [(prompt, self._params(sampling_params)) for prompt in prompts]
         each = sampling_params
         if not (isinstance(each, Sequence) and all(isinstance(one, SamplingParams) for one in each)):
             given = type(each).__name__
@@ -219,6 +227,9 @@ class LLM:
                 field="sampling_params",
             )
         return list(zip(prompts, each, strict=True))
+
+    def _params(self, sampling_params: SamplingParams | None) -> SamplingParams:
+        return self.get_default_sampling_params() if sampling_params is None else as_params(sampling_params)
 
     def _run(
         self, requests: list[tuple[Prompt, SamplingParams]], use_tqdm: bool, *, embed: bool = False

@@ -8,16 +8,17 @@ from typing import Any
 
 from jaxserve.checkpoint.folder import check_folder
 from jaxserve.core.config import ModelConfig
-from jaxserve.core.errors import CheckpointError, RequestError
+from jaxserve.core.errors import CheckpointError, ConfigError, RequestError
 from jaxserve.core.files import read_json_object, token_ids
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.sampling_defaults import MAX_NEW_TOKENS, SAMPLING_DEFAULTS
 from jaxserve.models import config_from_hf
 from jaxserve.models.registry import is_headless
 from jaxserve.quantization.formats import Scheme, read_scheme
 
 log = logging.getLogger(__name__)
 
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GENERATION_CONFIG = "generation_config.json"
 # The files in which AutoGPTQ and AutoAWQ put settings that config.json may lack, and the method that each one means.
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
@@ -30,7 +31,7 @@ def read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict[
     if not directory.is_dir() or not config_path.is_file():
         check_folder(directory)
     config, scheme, headless = _read_config(directory, config_path)
-    generation_path = directory / "generation_config.json"
+    generation_path = directory / GENERATION_CONFIG
     generation = read_json_object(generation_path, missing_ok=True)
     if generation.get("eos_token_id") is not None:
         try:
@@ -93,6 +94,23 @@ def _quantization_settings(directory: Path, hf: Mapping[str, Any]) -> Mapping[st
     return given
 
 
+def generation_settings(source: str | Path, own: Mapping[str, Any], directory: Path) -> tuple[Mapping[str, Any], Path]:
+    """Return the contents of the generation_config.json that gives the defaults of sampling, and its folder.
+
+    `source`: the option `generation_config`. `own`: the contents of the model's file in `directory`. Raise
+    `ConfigError` if the source has no such file, and `CheckpointError` if it cannot be read.
+    """
+    if str(source) in ("auto", "vllm"):
+        return (own if str(source) == "auto" else {}), directory
+    file = Path(source) / GENERATION_CONFIG
+    if not file.is_file():
+        raise ConfigError(
+            f"generation_config is {str(source)!r}: it must be auto, vllm or a folder with a {GENERATION_CONFIG} "
+            "(--generation-config)"
+        )
+    return read_json_object(file), file.parent
+
+
 def sampling_defaults(generation: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Return the sampling parameters that a model's generation_config.json sets.
 
@@ -105,8 +123,8 @@ def sampling_defaults(generation: Mapping[str, Any], directory: Path) -> dict[st
 
 def default_max_new_tokens(generation: Mapping[str, Any], directory: Path) -> int | None:
     """Return `max_new_tokens`, which limits every answer as in vLLM, or None if generation_config.json lacks it."""
-    value = {"max_tokens": generation.get("max_new_tokens")}
-    return value["max_tokens"] if _valid("max_tokens", value, directory, "max_new_tokens") else None
+    value = {"max_tokens": generation.get(MAX_NEW_TOKENS)}
+    return value["max_tokens"] if _valid("max_tokens", value, directory, MAX_NEW_TOKENS) else None
 
 
 def _valid(name: str, values: Mapping[str, Any], directory: Path, shown: str | None = None) -> bool:
@@ -118,7 +136,7 @@ def _valid(name: str, values: Mapping[str, Any], directory: Path, shown: str | N
     except RequestError as error:
         log.warning(
             "%s: %s is %r: it must be %s: it is ignored",
-            directory / "generation_config.json",
+            directory / GENERATION_CONFIG,
             shown or name,
             value,
             error.limit,

@@ -201,8 +201,18 @@ def _print_ready(urls: Sequence[str], client: "EngineClient", settings: ServerSe
     key = ' -H "authorization: Bearer $JAXSERVE_API_KEY"' if settings.api_keys else ""
     print(f"jaxserve is ready: {name} at {' and '.join(urls)} ({client.info.max_model_len} tokens of context)")
     print(f"{curl} {url}/v1/completions -H 'content-type: application/json'{key} -d '{body}'", flush=True)
+    print(f"defaults of requests (--generation-config): {_sampling_defaults(client)}")
+    if settings.template_defaults:
+        print(f"defaults of the chat template: {json.dumps(dict(settings.template_defaults), ensure_ascii=False)}")
     if settings.uds is None:
         print(f"dashboard: {url}/dashboard", flush=True)
+
+
+def _sampling_defaults(client: "EngineClient") -> str:
+    """Return the sampling parameters of requests that give none, and the limit on answers, in words."""
+    limit = {} if client.info.max_new_tokens is None else {"at most max_new_tokens": client.info.max_new_tokens}
+    shown = {**client.info.default_sampling, **limit}
+    return ", ".join(f"{name} {value}" for name, value in shown.items()) or "those of the API"
 
 
 def _curl(address: str, settings: ServerSettings) -> tuple[str, str]:

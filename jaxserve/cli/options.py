@@ -141,6 +141,8 @@ def _typer_type(field: OptionField) -> Any:
     """Return an option's type for Typer: a list if it is repeatable, and `Path` where a string or a path is allowed."""
     if field.repeated:
         return list[get_args(field.type)[0]]  # type: ignore[misc]
+    if field.is_json:
+        return str
     if field.option.hub:  # as it was written: a path loses the "./" that tells it from a name
         return str
     return Path if Path in get_args(field.type) else field.type

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from jaxserve.server.batch.files import Batch
     from jaxserve.server.batch.run import Progress
 
-SERVER_FIELDS = ("served_model_names", "max_body_mb", "max_prompts", "clamp_max_tokens")
+SERVER_FIELDS = (
+    *("served_model_names", "max_body_mb", "max_prompts", "clamp_max_tokens"),
+    *("default_chat_template_kwargs", "replace_unsupported"),
+)
 
 
 @expand_options

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 from jaxserve.core.block_names import layer_name
 from jaxserve.core.degrees import Degrees
 from jaxserve.core.keywords import explains_keywords
-from jaxserve.core.options import Option
+from jaxserve.core.options import JsonObject as JsonObject, Option
 from jaxserve.core.other_values import VALUES
 from jaxserve.core.plain_values import make_plain
+from jaxserve.core.sampling_defaults import overrides
 from jaxserve.core.vllm_options import ENGINE
 
 DType = Literal["bfloat16", "float16", "float32"]
@@ -170,6 +171,23 @@ class EngineConfig:
         ),
     ] = "auto"
     seed: Annotated[int, Option("Model", "Random seed for requests that give none.")] = 0
+    generation_config: Annotated[
+        str | Path,
+        Option(
+            "Model",
+            "Sampling parameters of requests that give none; auto: those of the model's generation_config.json; vllm: "
+            "the fixed defaults of the API; a folder: those of its generation_config.json.",
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        JsonObject | None,
+        Option(
+            "Model",
+            "Sampling parameters in place of those of --generation-config: temperature, top_p, top_k, min_p, "
+            "repetition_penalty, and max_new_tokens, which limits every answer.",
+            default="none",
+        ),
+    ] = None
     precision: Annotated[
         str,
         Option(
@@ -474,6 +492,9 @@ class EngineConfig:
         for name, convert in VALUES.items():
             if hasattr(self, name):
                 object.__setattr__(self, name, convert(getattr(self, name)))
+        if self.override_generation_config is not None:
+            changes = overrides(self.override_generation_config)
+            object.__setattr__(self, "override_generation_config", changes or None)
 
     @property
     def degrees(self) -> Degrees:

@@ -5,6 +5,7 @@ library's signatures, range checks and the tables in docs/options.md are all mad
 option is defined once.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, Signature
@@ -14,6 +15,9 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxserve.core.errors import ConfigError
+
+JsonObject = str | Mapping[str, Any]
+"""The type of an option that is a mapping, which the command line gives as JSON."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,11 @@ class OptionField:
     def flag(self) -> str:
         """Name of the option on the command line, e.g. "--max-model-len"."""
         return "--" + self.key.replace("_", "-")
+
+    @property
+    def is_json(self) -> bool:
+        """True if the option is a mapping."""
+        return bool(self.type == JsonObject)
 
     @property
     def repeated(self) -> bool:
@@ -114,6 +123,22 @@ class OptionField:
         if option.maximum is not None:
             words.append(f"of at most {option.maximum:g}")
         return " and ".join(words)
+
+
+def json_object(value: JsonObject, flag: str) -> dict[str, Any]:
+    """Return the mapping of an option, which may be written as JSON.
+
+    `flag`: the option's name on the command line. Raise `ConfigError`, naming it, if the value is no mapping of names.
+    """
+    given: Any = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{flag} is not valid JSON: {error}") from None
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"{flag} is {str(value)[:80]!r}: it must be a JSON object, such as '{{\"name\": 1}}'")
+    return dict(given)
 
 
 def is_unicode(text: str) -> bool:

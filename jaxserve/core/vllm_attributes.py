@@ -26,7 +26,6 @@ METHODS: Mapping[str, str] = {
     "collective_rpc": "the engine runs in one process",
     "apply_model": "the engine runs in one process",
     "get_world_size": "it is tp times pp times dp",
-    "get_default_sampling_params": "use SamplingParams(), whose defaults are fixed",
     "set_tokenizer": "give the tokenizer's folder as the option tokenizer",
     "reset_prefix_cache": "requests with different salts of AsyncLLM share no pages",
     **dict.fromkeys(("reset_mm_cache", "reset_encoder_cache"), TEXT_ONLY),

@@ -48,8 +48,6 @@ _MODEL: Mapping[str, OtherName] = {
     ),
     **use(POOLED, "pooler_config", "override_pooler_config"),
     **use("give prompts as text or token ids", "enable_prompt_embeds"),
-    **use("give SamplingParams with each call", "override_generation_config", neutral=({},)),
-    **use("SamplingParams have fixed defaults", "generation_config", neutral=("auto", "vllm")),
     **use("use logit_bias, bad_words or structured of SamplingParams", "logits_processors"),
     **use("use jaxserve.parsing", "reasoning_parser", "reasoning_parser_plugin", "tool_parser"),
     **use("there is no watermarking", "watermark_config"),

@@ -146,8 +146,8 @@ class ModelInfo:
     max_stop_strings: int = 16
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_000_000
-    default_sampling: Mapping[str, Any] = field(default_factory=dict)  # from generation_config.json
-    max_new_tokens: int | None = None  # from generation_config.json; limits every answer over HTTP
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)  # see `generation_config`
+    max_new_tokens: int | None = None  # see `generation_config`; limits every answer over HTTP
     merged_len: int | None = None  # tokens that an instance of the largest degree can hold, whatever the policy
     instance_len: int | None = None  # tokens that an instance can hold now, if known; at most `max_model_len`
 

@@ -10,7 +10,7 @@ from jaxserve.core.plain_values import plain
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.vllm_names import PROMPT
 from jaxserve.engine.chat_template import RENDERED
-from jaxserve.engine.client import Prompt, TextPrompt, TokensPrompt
+from jaxserve.engine.client import ModelInfo, Prompt, TextPrompt, TokensPrompt
 from jaxserve.engine.token_ids import as_token_ids
 from jaxserve.engine.tokenizer import Tokenizer
 
@@ -70,13 +70,13 @@ def chat_prompt(
     return TextPrompt(text, add_special_tokens=False)  # the template writes special tokens itself
 
 
-def as_params(sampling_params: Any) -> SamplingParams:
-    """Return the sampling parameters of one request, by default those of `SamplingParams`.
+def default_params(info: ModelInfo) -> SamplingParams:
+    """Return the sampling parameters of requests that give none: the model's own defaults."""
+    return SamplingParams(**info.default_sampling)
 
-    Raise `RequestError` for anything else.
-    """
-    if sampling_params is None:
-        return SamplingParams()
+
+def as_params(sampling_params: Any) -> SamplingParams:
+    """Return the sampling parameters of one request. Raise `RequestError` for anything else."""
     if not isinstance(sampling_params, SamplingParams):
         given = type(sampling_params).__name__
         message = f"sampling_params is of type {given}: it must be SamplingParams"

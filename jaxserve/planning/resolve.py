@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
-from jaxserve.checkpoint.configs import default_max_new_tokens, sampling_defaults
+from jaxserve.checkpoint.configs import default_max_new_tokens, generation_settings, sampling_defaults
 from jaxserve.checkpoint.layout import stored_layout
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import DType, EngineConfig, KernelBackend, ModelConfig
@@ -23,6 +23,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.machine import allowed_processors, host_memory, host_memory_limit, processors
 from jaxserve.core.model_name import model_name
 from jaxserve.core.options import check_ranges
+from jaxserve.core.sampling_defaults import MAX_NEW_TOKENS, overridden, overrides
 from jaxserve.engine.client import ModelInfo
 from jaxserve.kernels import GRANULE, is_elastic, native
 from jaxserve.models.quantized import split_unit
@@ -256,7 +257,9 @@ def _devices_per_memory(config: EngineConfig, platform: str) -> int:
 
 
 def _info(config: EngineConfig, checkpoint: Checkpoint, path: Path, memory: MemoryPlan) -> ModelInfo:
-    model, generation = checkpoint.config, checkpoint.generation
+    model = checkpoint.config
+    generation, folder = generation_settings(config.generation_config, checkpoint.generation, checkpoint.path)
+    changes = overrides(config.override_generation_config)
     return ModelInfo(
         name=config.served_model_name or model_name(path),
         max_model_len=memory.max_model_len,
@@ -268,7 +271,7 @@ def _info(config: EngineConfig, checkpoint: Checkpoint, path: Path, memory: Memo
         max_stop_strings=config.max_stop_strings,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
-        default_sampling=sampling_defaults(generation, checkpoint.path),
-        max_new_tokens=default_max_new_tokens(generation, checkpoint.path),
+        default_sampling=overridden(sampling_defaults(generation, folder), changes),
+        max_new_tokens=changes.get(MAX_NEW_TOKENS, default_max_new_tokens(generation, folder)),
         merged_len=memory.max_len(memory.degrees[-1]),
     )

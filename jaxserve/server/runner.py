@@ -22,6 +22,7 @@ import anyio
 import uvicorn
 from fastapi import FastAPI
 
+from jaxserve.core.errors import ConfigError
 from jaxserve.engine.client import EngineClient
 from jaxserve.server.activity import log_activity
 from jaxserve.server.app import create_app
@@ -131,6 +132,7 @@ class DrainingServer(HttpServer):
     def _load_engine(self) -> None:
         try:
             client = self._load()
+            self._check(client)
         except BaseException as error:
             self.load_error = error
             self.should_exit = True
@@ -139,6 +141,14 @@ class DrainingServer(HttpServer):
         # The loaded objects stay: without this, each full collection would take 0.1 s to visit them.
         gc.freeze()
         self._loop.call_soon_threadsafe(self._attach, client)
+
+    def _check(self, client: EngineClient) -> None:
+        """Close the engine and raise ConfigError if the settings do not fit the model."""
+        try:
+            self._state.check_defaults(client)
+        except ConfigError:
+            asyncio.run_coroutine_threadsafe(client.shutdown(), self._loop).result()
+            raise
 
     def _attach(self, client: EngineClient) -> None:
         self._state.attach(client)

@@ -2,15 +2,19 @@
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.options import Option, check_ranges
+from jaxserve.core.options import JsonObject, Option, check_ranges, json_object
+from jaxserve.core.template_variables import is_reserved
 from jaxserve.parsing.registry import AUTO, reasoning_format, tool_format
 
 MEBIBYTE = 1024 * 1024
+CHAT_TEMPLATE_KWARGS = "--default-chat-template-kwargs"
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,14 @@ class ServerSettings:
     reasoning_parser: Annotated[
         str, Option("Model", "Format of reasoning; auto: as the chat template shows; none: leave it in the text.")
     ] = AUTO
+    default_chat_template_kwargs: Annotated[
+        JsonObject | None,
+        Option(
+            "Model",
+            'Variables of the chat template for requests that do not set them, such as {"enable_thinking": false}.',
+            default="none",
+        ),
+    ] = None
     ignore_unknown_fields: Annotated[
         bool,
         Option(
@@ -193,6 +205,9 @@ class ServerSettings:
         check_ranges(self)
         tool_format(self.tool_parser, "")
         reasoning_format(self.reasoning_parser, "")
+        for name in self.template_defaults:
+            if is_reserved(name):
+                raise ConfigError(f"default_chat_template_kwargs may not set {name[:40]!r} ({CHAT_TEMPLATE_KWARGS})")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(
                 f"root_path is {self.root_path!r}: it must begin and not end with a slash, like '/prefix' (--root-path)"
@@ -227,6 +242,15 @@ class ServerSettings:
     def __repr__(self) -> str:
         admin = "set" if self.admin_key else "none"
         return f"ServerSettings(host={self.host!r}, port={self.port}, api_keys={len(self.api_keys)}, admin_key={admin})"
+
+    @cached_property
+    def template_defaults(self) -> Mapping[str, Any]:
+        """The variables of the chat template for requests that do not set them.
+
+        Raise ConfigError if the option is not a JSON object.
+        """
+        given = self.default_chat_template_kwargs
+        return {} if given is None else json_object(given, CHAT_TEMPLATE_KWARGS)
 
     @property
     def local(self) -> bool:

@@ -1,5 +1,6 @@
 """The state that all routes of one app share: the engine once it is loaded, the settings and the wall clock."""
 
+import difflib
 import time
 import uuid
 from collections.abc import Callable
@@ -9,11 +10,12 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from jaxserve.core.errors import EngineFailed, EngineStopped, RequestError
+from jaxserve.core.errors import ConfigError, EngineFailed, EngineStopped, RequestError
+from jaxserve.core.template_variables import OPTIONAL_VARIABLES
 from jaxserve.engine.client import ControlClient, EngineClient
 from jaxserve.server.answers.answer_formats import AnswerFormats
 from jaxserve.server.responses.store import ResponseStore
-from jaxserve.server.settings import MEBIBYTE, ServerSettings
+from jaxserve.server.settings import CHAT_TEMPLATE_KWARGS, MEBIBYTE, ServerSettings
 
 
 class Phase(StrEnum):
@@ -66,7 +68,24 @@ class ServerState:
         self._client: EngineClient | None = None
         self._formats: AnswerFormats | None = None
         if client is not None:
+            self.check_defaults(client)
             self.attach(client)
+
+    def check_defaults(self, client: EngineClient) -> None:
+        """Raise ConfigError if a variable of `default_chat_template_kwargs` is not one of the model's chat template.
+
+        Variables of some models' templates that are set for every model are only left out.
+        """
+        defaults = self.settings.template_defaults
+        if not defaults:
+            return
+        known = client.tokenizer.template_variables
+        if unread := sorted(defaults.keys() - known - OPTIONAL_VARIABLES):
+            nearest = difflib.get_close_matches(unread[0], sorted(known), n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"it reads {', '.join(sorted(known)) or 'none'}"
+            raise ConfigError(
+                f"the model's chat template does not read {unread[0][:40]!r}: {hint} ({CHAT_TEMPLATE_KWARGS})"
+            )
 
     def attach(self, client: EngineClient) -> None:
         """Set the loaded engine, and begin to serve requests."""

@@ -9,7 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint import open_checkpoint
-from jaxserve.checkpoint.configs import default_max_new_tokens, sampling_defaults
+from jaxserve.checkpoint.configs import default_max_new_tokens, generation_settings, sampling_defaults
+from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_name import model_name
 from tests.checkpoint.test_errors import INDEX, SINGLE, edit_config, edit_tensors, refused
 from tests.golden.model import golden
@@ -339,3 +340,13 @@ def test_max_new_tokens_in_generation_config_is_a_default(caplog: pytest.LogCapt
     assert default_max_new_tokens({}, Path()) is None
     assert default_max_new_tokens({"max_new_tokens": -1}, Path()) is None
     assert "max_new_tokens is -1" in caplog.text
+
+
+def test_source_of_sampling_defaults_is_the_model_none_or_a_folder(tmp_path: Path):
+    own = {"temperature": 0.6}
+    assert generation_settings("auto", own, Path("model")) == (own, Path("model"))
+    assert generation_settings(Path("vllm"), own, Path("model")) == ({}, Path("model"))
+    (tmp_path / "generation_config.json").write_text('{"top_k": 5}')
+    assert generation_settings(tmp_path, own, Path("model")) == ({"top_k": 5}, tmp_path)
+    with pytest.raises(ConfigError, match=r"must be auto, vllm or a folder .* \(--generation-config\)"):
+        generation_settings("absent", own, Path("model"))

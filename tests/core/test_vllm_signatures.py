@@ -167,7 +167,7 @@ OUTPUT = RequestOutput("0", "p", (1,), (ANSWER,), True, metrics=RequestMetrics(0
         (OUTPUT.metrics, "time_in_queue queued_ts scheduled_ts"),
         (LLM.__new__(LLM), "encode score classify reward beam_search enqueue wait_for_completion get_world_size"),
         (LLM.__new__(LLM), "apply_model collective_rpc start_profile stop_profile reset_prefix_cache reset_mm_cache"),
-        (LLM.__new__(LLM), "sleep wake_up get_metrics get_default_sampling_params llm_engine update_weights"),
+        (LLM.__new__(LLM), "sleep wake_up get_metrics llm_engine update_weights"),
         (AsyncLLM.__new__(AsyncLLM), "generate encode abort shutdown get_tokenizer tokenizer is_running errored"),
         (AsyncLLM.__new__(AsyncLLM), "check_health add_request pause_generation is_sleeping add_lora do_log_stats"),
     ],

@@ -46,7 +46,7 @@ async def conversation_job(
     leave = body.tokens_to_leave(body.token_limit)
     keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, client.info.max_model_len, leave)
     with rename_error_fields({"prompt": "messages"}):
-        text = await render(client, body)
+        text = await render(client, body, state.settings.template_defaults)
         (prompt,) = await tokens_prompts(
             client,
             [text],

@@ -1,6 +1,6 @@
 """Rendering and tokenizing of a request's texts and messages, off the event loop if they are large."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -157,14 +157,17 @@ async def fim_prompts(
     return await off_loop_if_large(sum(map(len, texts)) + len(suffix), build)
 
 
-async def render(client: EngineClient, body: Conversation) -> str:
-    """Return the text of a conversation. Raise RequestError if the template or the model cannot take a message."""
-    return await off_loop_if_large(_size(body), _apply_template, client, body)
+async def render(client: EngineClient, body: Conversation, defaults: Mapping[str, Any]) -> str:
+    """Return the text of a conversation. Raise RequestError if the template or the model cannot take a message.
+
+    `defaults`: variables of the template for requests that give none.
+    """
+    return await off_loop_if_large(_size(body), _apply_template, client, body, defaults)
 
 
-async def count_prompt_tokens(client: EngineClient, body: Conversation) -> int:
+async def count_prompt_tokens(client: EngineClient, body: Conversation, defaults: Mapping[str, Any]) -> int:
     """Return the number of tokens of a conversation's prompt. Raise RequestError as `render` and `encode` do."""
-    text = await render(client, body)
+    text = await render(client, body, defaults)
     (encoded,) = await encode(client, [text], add_special_tokens=False)
     return len(encoded.token_ids)
 
@@ -177,12 +180,12 @@ def _size(body: Conversation) -> int:
     return sum(_content_size(message.content or "") for message in body.messages)
 
 
-def _apply_template(client: EngineClient, body: Conversation) -> str:
+def _apply_template(client: EngineClient, body: Conversation, defaults: Mapping[str, Any]) -> str:
     messages = [message.as_dict(f"messages.{index}") for index, message in enumerate(body.messages)]
     _check_arguments(messages)
-    variables = body.template_variables()
+    variables, optional = body.template_variables(defaults), body.optional_variables() | defaults.keys()
     try:
-        return client.tokenizer.apply_chat_template(messages, **variables, optional=body.optional_variables())
+        return client.tokenizer.apply_chat_template(messages, **variables, optional=optional)
     except UnknownKeyword as error:
         error.field = "chat_template_kwargs"
         raise

@@ -46,7 +46,7 @@ async def _prompts(state: ServerState, body: EmbeddingBody) -> list[TokensPrompt
     keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, client.info.max_model_len)
     with rename_error_fields({"prompt": "messages" if body.messages else "input"}):
         if body.messages:
-            texts: Sequence[str | tuple[int, ...]] = [await render(client, body)]
+            texts: Sequence[str | tuple[int, ...]] = [await render(client, body, state.settings.template_defaults)]
             special = bool(special)
         else:
             texts = parse_prompts(body.input, "input", state.settings.max_prompts)

@@ -49,7 +49,7 @@ async def count_tokens(body: PromptBody, state: State) -> Response:
     state.check_model(body.model)
     chat = await _chat(state, body)
     with rename_error_fields({"prompt": "messages", **body.client_names}), announcing_long_prompts():
-        tokens = await count_prompt_tokens(client, chat)
+        tokens = await count_prompt_tokens(client, chat, state.settings.template_defaults)
     return json_response({"input_tokens": tokens}, headers={"request-id": new_request_id()})
 
 

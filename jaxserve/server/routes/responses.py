@@ -61,7 +61,7 @@ async def count_input_tokens(body: ResponsesBody, state: State, owner: Client) -
     with responses_names(body):
         _, chat = await begin_turn(state, body, owner)
         await off_loop_if_large(body.repeated_size, state.formats().answer_format, chat, "")
-        tokens = await count_prompt_tokens(client, chat)
+        tokens = await count_prompt_tokens(client, chat, state.settings.template_defaults)
     return {"object": "response.input_tokens", "input_tokens": tokens}
 
 

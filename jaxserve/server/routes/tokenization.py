@@ -22,7 +22,7 @@ async def tokenize(body: TokenizeBody, state: State) -> Response:
     body.check()
     special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
     with rename_error_fields({"prompt": "messages"} if body.prompt is None else {}):
-        text = await render(client, body) if body.prompt is None else body.prompt
+        text = await render(client, body, state.settings.template_defaults) if body.prompt is None else body.prompt
         (encoded,) = await encode(client, [text], add_special_tokens=special)
         check_vocabulary(client.info, "prompt", encoded.token_ids)
     tokens = encoded.token_ids

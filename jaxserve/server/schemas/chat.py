@@ -1,10 +1,12 @@
 """The request body of /v1/chat/completions."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import FailFast, Field
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
+from jaxserve.core.template_variables import OPTIONAL_VARIABLES, is_reserved
 from jaxserve.engine.chat_messages import silent_content, text_of
 from jaxserve.server.schemas.body import Body, check_fields, expecting
 from jaxserve.server.schemas.common import SamplingBody, ThinkingBudget
@@ -16,18 +18,6 @@ from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_MESSAGES
 PARTS = ("text", "refusal")
 # Fields of a message with media, and the type of a part for each.
 MEDIA_OF_MESSAGES = {"audio": "audio", "images": "image", "videos": "video"}
-RESERVED_VARIABLES = frozenset(
-    {"self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
-)
-# Variables of some models' templates that applications set for every model.
-OPTIONAL_VARIABLES = frozenset(
-    {
-        *("enable_thinking", "thinking", "thinking_budget", "thinking_mode", "force_reasoning", "include_reasoning"),
-        *("reasoning_effort", "preserve_thinking", "clear_thinking", "keep_all_reasoning", "truncate_history_thinking"),
-        *("add_vision_id", "date_string", "current_date", "model_identity"),
-        *("builtin_tools", "xml_tools", "python_tools", "tools_in_user_message"),
-    }
-)
 
 
 class ChatMessage(Body):
@@ -109,20 +99,22 @@ class Conversation(ToolsBody):
             return None
         return text_of(self.messages[-1].content or "")
 
-    def template_variables(self) -> dict[str, Any]:
+    def template_variables(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of `Tokenizer.apply_chat_template`.
 
-        Raise RequestError if the client sets a variable that it may not set.
+        `defaults`: variables that the request may set otherwise. Raise RequestError if the client sets a variable that
+        it may not set.
         """
         asked = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
         variables = {name: value for name, value in asked.items() if value is not None}
         variables |= self.chat_template_kwargs or {}
         for name in variables:
-            if name in RESERVED_VARIABLES or "template" in name or not name.isidentifier():
+            if is_reserved(name):
                 raise RequestError(
                     f"chat_template_kwargs may not set {name[:40]!r}", field="chat_template_kwargs", value=name
                 )
         return {
+            **defaults,
             **variables,
             "tools": self.template_tools(),
             "add_generation_prompt": self.add_generation_prompt,
