@@ -225,9 +225,7 @@ _SERVER: Mapping[str, OtherName] = {
     **use("use `precision`, and any model for embeddings", "is_embedding"),
     # Options of engines, with what to do instead on a command line.
     **use("any model generates, chats and embeds", "task", "runner", "convert", neutral=("auto", "generate", "none")),
-    **use("requests give their sampling parameters", "override_generation_config", neutral=({},)),
     **use("requests give their sampling parameters", "logits_processors", "logits_processor_pattern"),
-    **use("sampling parameters have fixed defaults", "generation_config", neutral=("auto", "vllm")),
     **use("stop the server, and start it again", "enable_sleep_mode"),
 }
 
