@@ -8,6 +8,8 @@ from itertools import product
 from threading import Thread
 from typing import Any, cast
 
+import jax
+
 from jaxserve.actuator import PlanActuator
 from jaxserve.actuator.host import DeviceHost
 from jaxserve.actuator.maker import InstanceMaker
@@ -212,7 +214,9 @@ def build(
     tokenizer = load_tokenizer(config, resolved.checkpoint.path, resolved.checkpoint.config.vocab_size)
     eos_token_ids = (*resolved.padded_model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
     grammars = None if tokenizer is None else LLGrammarCompiler(tokenizer, eos_token_ids)
-    metrics = EngineMetrics(resolved.info.name, partial(_cache_config, resolved), config.metrics_prefix)
+    build_labels = {"jax": jax.__version__, "device": resolved.devices[0].device_kind}
+    cache_config = partial(_cache_config, resolved)
+    metrics = EngineMetrics(resolved.info.name, cache_config, config.metrics_prefix, build_labels)
     compilations = CompileCounter(metrics.compiled)
     clock = SystemClock()
     store = _block_store(resolved, kept, host_memory(resolved.devices[0]))

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import shlex
 import sys
@@ -44,6 +45,7 @@ from jaxserve.console.progress import start_progress
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, NoTokenizer, RequestError
 from jaxserve.core.options import given_options, options_of
+from jaxserve.core.progress import ignore_progress
 from jaxserve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 # The commands import slow modules when they run, so that --help is fast.
 
 app = App(name="jaxserve", help="LLM serving on JAX/XLA.", cls=Root)
+logger = logging.getLogger("jaxserve")
 KEYS = ("JAXSERVE_API_KEY", "JAXSERVE_ADMIN_KEY")  # environment variables
 FOREIGN = ("VLLM_", "SGLANG_", "LLAMA_ARG_", "OLLAMA_")  # beginnings of variables that other servers read
 ENGINE_FIELDS = tuple(field.name for field in options_of(EngineConfig))
@@ -81,6 +84,7 @@ def serve(
     server: Annotated[Given, OptionsOf(ServerSettings)],
 ) -> None:
     """Serve a model over HTTP, compatible with OpenAI's API."""
+    from jaxserve.server.logs import configure_logs
     from jaxserve.server.options import read_config, resolve
     from jaxserve.server.runner import run_server
 
@@ -92,7 +96,9 @@ def serve(
         print_notice(f"{', '.join(foreign)}: not read; see jaxserve serve --help, and {KEYS[0]}")
     chosen = engine | server | ({} if model is None else {"model": model})
     engine_config, settings = resolve(read_config(config) if config else {}, chosen)
-    configure_logging(settings.log_level, access=settings.access_log)
+    configure_logging(settings.log_level)
+    configure_logs(settings)
+    in_json = settings.log_format == "json"
 
     def load() -> "EngineClient":
         from jaxserve.build import async_engine, build
@@ -100,7 +106,7 @@ def serve(
         from jaxserve.engine.model_tokenizer import check_serves_text
         from jaxserve.preparation import prepare_in_background
 
-        with start_progress() as progress:
+        with contextlib.nullcontext(ignore_progress) if in_json else start_progress() as progress:
             local = with_local_files(engine_config, progress)
             check_serves_text(local)
             built = build(local, controlled=True, progress=progress)
@@ -108,7 +114,9 @@ def serve(
         prepare_in_background(built, client)
         return client
 
-    console.print(f"jaxserve {__version__}: loading {engine_config.model or 'the bundled model'}")
+    (logger.info if in_json else console.print)(
+        f"jaxserve {__version__}: loading {engine_config.model or 'the bundled model'}"
+    )
     run_server(load, settings, lambda urls, client: _print_ready(urls, client, settings))
 
 
@@ -195,11 +203,15 @@ def _open_llm(model: str | None, engine: Given, sampling: SamplingOptions) -> It
 
 def _print_ready(urls: Sequence[str], client: "EngineClient", settings: ServerSettings) -> None:
     """Print that the server is ready, where, and a `curl` command to try it with."""
-    curl, url = _curl(urls[0], settings)
     name = (settings.served_model_names or (client.info.name,))[0]
+    ready = f"jaxserve is ready: {name} at {' and '.join(urls)} ({client.info.max_model_len} tokens of context)"
+    if settings.log_format == "json":
+        logger.info(ready)
+        return
+    curl, url = _curl(urls[0], settings)
     body = json.dumps({"model": name, "prompt": _example_prompt(client), "max_tokens": 64, "temperature": 0})
     key = ' -H "authorization: Bearer $JAXSERVE_API_KEY"' if settings.api_keys else ""
-    print(f"jaxserve is ready: {name} at {' and '.join(urls)} ({client.info.max_model_len} tokens of context)")
+    print(ready)
     print(f"{curl} {url}/v1/completions -H 'content-type: application/json'{key} -d '{body}'", flush=True)
     print(f"defaults of requests (--generation-config): {_sampling_defaults(client)}")
     if settings.template_defaults:

@@ -88,12 +88,11 @@ def print_notice(message: str) -> None:
     console.print(f"jaxserve: {message}", style="yellow", markup=False, soft_wrap=True)
 
 
-def configure_logging(level: str, *, access: bool = False) -> None:
-    """Log this package's messages of a level and above, and requests with `access`."""
+def configure_logging(level: str) -> None:
+    """Log this package's messages of a level and above as text."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("jaxserve").setLevel(level.upper())
     logging.getLogger("jaxserve.hub").setLevel(min(logging.INFO, logging.getLevelName(level.upper())))
-    logging.getLogger("uvicorn.access").setLevel(logging.INFO if access else logging.WARNING)
 
 
 def replace_unknown_characters() -> None:

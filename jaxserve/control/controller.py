@@ -72,7 +72,12 @@ class Controller:
         self._structure = StructureController(
             policy, self._start, resources, in_force, regrouper, self._backoff, self._record, self._lock
         )
+        self._begin_counting(policy)
         self._follow_instances()
+
+    def _begin_counting(self, policy: Policy) -> None:
+        """Let the counts of a policy's decisions begin at 0."""
+        self._ended.update({(policy.name, outcome): 0 for outcome in ("done", "failed", "rejected")})
 
     def _follow_instances(self) -> None:
         """Begin to control instances that are new in the plan in force, and forget those that have ended."""
@@ -171,6 +176,7 @@ class Controller:
         structure = self._structure.first_state(policy)
         with self._lock:
             self.policy, self._turn = policy, None
+            self._begin_counting(policy)
             self._structure.set_policy(policy, structure)
             for name, instance in self._instances.items():
                 instance.set_policy(policy, states[name] if name in states else instance.first_state(policy))

@@ -18,7 +18,7 @@ from jaxserve.engine.limits import grammar_in_turn
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.outputs import RequestState
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.telemetry import EngineMetrics, Snapshot, WaitingRoom
+from jaxserve.telemetry import EngineMetrics, HttpFigures, Snapshot, WaitingRoom
 
 LONG_TEXT = 20_000  # characters; longer prompts are tokenized in a thread
 
@@ -141,8 +141,8 @@ class AsyncEngine:
     def count_rejection(self, reason: str) -> None:
         self.metrics.rejected(reason)
 
-    def metrics_text(self) -> bytes:
-        return self.metrics.render()
+    def metrics_text(self, http: HttpFigures | None = None, *, openmetrics: bool = False) -> bytes:
+        return self.metrics.render(http, openmetrics=openmetrics)
 
     # -- the end
 

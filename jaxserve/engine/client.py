@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from jaxserve.core.request import RequestOutput, TraceContext
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.telemetry import ControlState, Snapshot, WaitingRoom
+from jaxserve.telemetry import ControlState, HttpFigures, Snapshot, WaitingRoom
 
 
 class ControlClient(Protocol):
@@ -239,8 +239,11 @@ class EngineClient(Protocol):
         """Count a request in the metrics that was refused before it reached the engine, e.g. as "invalid"."""
         ...
 
-    def metrics_text(self) -> bytes:
-        """Return the metrics in Prometheus' text format. May be called from any thread."""
+    def metrics_text(self, http: HttpFigures | None = None, *, openmetrics: bool = False) -> bytes:
+        """Return the metrics, with those of an HTTP server if they are given. May be called from any thread.
+
+        They are in Prometheus' text format, or in that of OpenMetrics.
+        """
         ...
 
     async def drain(self, timeout: float) -> bool:

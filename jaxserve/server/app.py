@@ -7,6 +7,7 @@ from jaxserve.engine.client import EngineClient
 from jaxserve.server.errors import install_handlers
 from jaxserve.server.http.middleware import AdminGuard, ApiKeyGuard, BodyLimit
 from jaxserve.server.http.normalize import HeadAsGet, RequestId, TidyPath
+from jaxserve.server.http.request_metrics import CountRequests, RequestMetrics
 from jaxserve.server.load import InFlight
 from jaxserve.server.routes import (
     admin,
@@ -30,7 +31,7 @@ from jaxserve.server.state import ServerState
 EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "www-authenticate", "accept-encoding", HEADER)
 GENERATION = (chat.router, responses.router, responses.json_router, completions.router, messages.router)
 OTHERS = (embeddings, scoring, models, tokenization, operations, admin, dashboard)
-ROUTERS = (*GENERATION, *(module.router for module in OTHERS))
+ROUTERS = (*GENERATION, *(module.router for module in OTHERS), admin.json_router)
 JSON_ROUTES = tuple(
     route for router in ROUTERS for route in router.routes if isinstance(route, JsonRoute) and "POST" in route.methods
 )
@@ -63,6 +64,8 @@ def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI
             # A page from an allowed origin may reach a server on its user's machine.
             allow_private_network=True,
         )
+    app.state.request_metrics = RequestMetrics([*app.routes, *(route for router in ROUTERS for route in router.routes)])
+    app.add_middleware(CountRequests, metrics=app.state.request_metrics)
     app.add_middleware(TidyPath, root_path=settings.root_path)
     app.add_middleware(HeadAsGet)
     app.add_middleware(RequestId)

@@ -186,19 +186,28 @@ class ServerSettings:
             minimum=0,
         ),
     ] = 30.0
-    access_log: Annotated[bool, Option("HTTP server", "Log the path and status of every request.")] = False
+    access_log: Annotated[
+        bool, Option("Log", "Log the path and status of every request; of probes only with --log-level debug.")
+    ] = False
     log_interval: Annotated[
         float,
         Option(
-            "HTTP server",
+            "Log",
             "Seconds between two lines in the log about the load, which appear while there is any; 0: none.",
             minimum=0,
         ),
     ] = 10.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Option("HTTP server", "Log messages of this severity and above.", first=True),
+        Option("Log", "Log messages of this severity and above.", first=True),
     ] = "info"
+    log_format: Annotated[Literal["text", "json"], Option("Log", "Write lines as text, or each as a JSON object.")] = (
+        "text"
+    )
+    log_config_file: Annotated[
+        str | Path | None,
+        Option("Log", "YAML or JSON file with the configuration of Python's logging, for all loggers.", default="none"),
+    ] = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError, naming the option, if a value is not allowed."""

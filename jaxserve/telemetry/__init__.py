@@ -2,6 +2,7 @@
 
 from jaxserve.telemetry.control_state import ControlState, KVCapacity, Quality
 from jaxserve.telemetry.definitions import TIME_BOUNDS
+from jaxserve.telemetry.exposition import HttpFigures
 from jaxserve.telemetry.metrics import EngineMetrics, InstanceMetrics
 from jaxserve.telemetry.snapshot import Recent, Snapshot, WaitingRoom, combine
 from jaxserve.telemetry.windows import Smoother
@@ -10,6 +11,7 @@ __all__ = [
     "TIME_BOUNDS",
     "ControlState",
     "EngineMetrics",
+    "HttpFigures",
     "InstanceMetrics",
     "KVCapacity",
     "Quality",

@@ -3,6 +3,8 @@
 Names of counters are without the suffix `_total`, which Prometheus' format adds.
 """
 
+from collections.abc import Mapping
+
 from jaxserve.telemetry.histogram import one_two_five
 
 TIME_BOUNDS = one_two_five(1e-3, 1000.0)  # seconds
@@ -96,7 +98,34 @@ ENGINE_COUNTERS = {  # name: (labels, help)
     "kv_exchange_held_seconds": ((), "Seconds that sequences waited for such pages, added up over the sequences."),
 }
 TRANSITION_SECONDS = ("transition_seconds", "Seconds of a plan transition.")
+BUILD_INFO = ("build_info", "Always 1; the labels describe the program and the device.")
 
+# Label values that are known before anything is counted. These counters begin at 0: a rate sees nothing of the first
+# count of a counter that begins with it.
+TRANSITION_KINDS = ("SwapPrecision", "ResizeKVPool", "LimitSequences", "SetDraining")
+KNOWN_LABELS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "admission_rejections": (("queue_full",), ("invalid",)),
+    "compilations": (("block",), ("fused",), ("ahead",)),
+    "transitions": tuple((kind, outcome) for kind in TRANSITION_KINDS for outcome in ("done", "failed")),
+    **{name: ((),) for name, (labels, _) in ENGINE_COUNTERS.items() if not labels},
+}
+
+# -- of the HTTP server
+
+HTTP_BOUNDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0)  # seconds
+HTTP_REQUESTS = (
+    "http_requests",
+    ("method", "handler", "status"),
+    "HTTP requests by method, endpoint and kind of status.",
+)
+HTTP_SECONDS = (
+    "http_request_duration_seconds",
+    ("method", "handler"),
+    "Seconds from the head of an HTTP request to the end of its response.",
+)
+
+# Names in vLLM without its prefix.
+VLLM_BARE_NAMES = frozenset({HTTP_REQUESTS[0], HTTP_SECONDS[0]})
 # Names in vLLM: first the present one, then those of earlier versions, which boards and autoscalers still use.
 VLLM_NAMES = {
     name: (name,)

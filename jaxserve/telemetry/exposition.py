@@ -1,4 +1,4 @@
-"""The page of metrics in Prometheus' text format, under the names of jaxserve, of vLLM or of both.
+"""The page of metrics in Prometheus' text format or in OpenMetrics, under the names of jaxserve, of vLLM or of both.
 
 Everything is counted once: a metric with several names is only written several times.
 """
@@ -7,30 +7,37 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.openmetrics.exposition import ALLOWUTF8, generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
 from jaxserve.core.config import MetricsPrefix
 from jaxserve.telemetry.control_state import KVCapacity, Quality
 from jaxserve.telemetry.definitions import (
+    BUILD_INFO,
     CAPACITY_GAUGES,
     COUNTERS,
     ENGINE_COUNTERS,
     GAUGES,
     HISTOGRAMS,
+    HTTP_REQUESTS,
+    HTTP_SECONDS,
     INFO,
     INSTANCE_INFO,
     LABELLED_GAUGES,
     QUALITY_GAUGES,
     SUCCESS,
     TRANSITION_SECONDS,
+    VLLM_BARE_NAMES,
     VLLM_NAMES,
     WAITING_ROOM_GAUGES,
 )
 from jaxserve.telemetry.snapshot import Snapshot, WaitingRoom
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text"
+OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
 
 Labels = tuple[str, ...]
 State = tuple[Sequence[tuple[str, float]], float]  # of a histogram: cumulative buckets, and the sum
@@ -59,6 +66,15 @@ class EngineFigures:
     transition_seconds: Mapping[str, State]  # by kind
     capacities: Mapping[str, KVCapacity]  # by instance; {} if they are unknown
     quality: Quality | None  # None without a control plane
+    build: Mapping[str, str]  # labels of `BUILD_INFO`
+
+
+@dataclass(frozen=True)
+class HttpFigures:
+    """The values of an HTTP server at one moment, by the values of their labels."""
+
+    requests: Mapping[Labels, float]
+    seconds: Mapping[Labels, State]
 
 
 @dataclass(frozen=True)
@@ -79,10 +95,23 @@ class _Series:
         return family
 
 
-def render(figures: EngineFigures, prefix: MetricsPrefix) -> bytes:
-    """Return the page of metrics."""
+def render(
+    engine: EngineFigures | None,
+    http: HttpFigures | None = None,
+    *,
+    prefix: MetricsPrefix = "jaxserve",
+    openmetrics: bool = False,
+) -> bytes:
+    """Return the page of metrics of an engine, of an HTTP server with its process, or of both."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Page(figures, prefix))
+    if engine is not None:
+        registry.register(_Page(engine, prefix))
+    if http is not None:
+        registry.register(_HttpPage(http, prefix))
+        ProcessCollector(registry=registry)
+    if openmetrics:
+        # With that escaping the colons of vLLM's names stay.
+        return generate_openmetrics(registry, escaping=ALLOWUTF8)  # type: ignore[no-untyped-call, no-any-return]
     return generate_latest(registry)
 
 
@@ -113,6 +142,8 @@ def labelled_gauges(snapshot: Snapshot) -> dict[str, Mapping[str, float]]:
 def names(name: str, prefix: MetricsPrefix) -> list[str]:
     """Return the names under which a metric is shown."""
     own, vllm = f"jaxserve_{name}", [f"vllm:{known}" for known in VLLM_NAMES.get(name, ())]
+    if name in VLLM_BARE_NAMES:
+        vllm = [name]
     if prefix == "jaxserve":
         return [own]
     return vllm or [own] if prefix == "vllm" else [own, *vllm]
@@ -134,6 +165,10 @@ class _Page(Collector):
                 yield series.family(name)
         for name in names(INFO[0], self._prefix):
             yield self._info(name)
+        for name in names(BUILD_INFO[0], self._prefix):
+            family = GaugeMetricFamily(name, BUILD_INFO[1])
+            family.add_sample(name, {"model_name": self._figures.model_name, **self._figures.build}, 1)
+            yield family
 
     def _of_instances(
         self, kind: type[Any], name: str, text: str, samples: Iterable[tuple[Labels, tuple[Any, ...]]]
@@ -205,3 +240,20 @@ class _Page(Collector):
             labels = model | {"engine": engine} | {label: str(value) for label, value in cache.items()}
             family.add_sample(name, labels, 1)
         return family
+
+
+class _HttpPage(Collector):
+    """A collector of the families of an HTTP server."""
+
+    def __init__(self, figures: HttpFigures, prefix: MetricsPrefix):
+        self._figures, self._prefix = figures, prefix
+
+    def collect(self) -> Iterable[Metric]:
+        counted = [(values, (count,)) for values, count in self._figures.requests.items()]
+        requests, seconds = HTTP_REQUESTS, HTTP_SECONDS
+        for series in (
+            _Series(CounterMetricFamily, requests[0], requests[2], requests[1], counted),
+            _Series(HistogramMetricFamily, seconds[0], seconds[2], seconds[1], self._figures.seconds.items()),
+        ):
+            for shown in names(series.name, self._prefix):
+                yield series.family(shown)

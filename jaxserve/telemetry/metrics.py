@@ -7,11 +7,19 @@ loop thus pays for additions, and not for looking up labels.
 import threading
 from collections.abc import Callable, Mapping
 
+from jaxserve._version import __version__
 from jaxserve.core.config import MetricsPrefix
 from jaxserve.core.request import FinishReason
 from jaxserve.telemetry.control_state import ControlState
-from jaxserve.telemetry.definitions import COUNTERS, ENGINE_COUNTERS, HISTOGRAMS, TIME_BOUNDS
-from jaxserve.telemetry.exposition import EngineFigures, InstanceFigures, render
+from jaxserve.telemetry.definitions import (
+    COUNTERS,
+    ENGINE_COUNTERS,
+    HISTOGRAMS,
+    KNOWN_LABELS,
+    TIME_BOUNDS,
+    TRANSITION_KINDS,
+)
+from jaxserve.telemetry.exposition import EngineFigures, HttpFigures, InstanceFigures, render
 from jaxserve.telemetry.histogram import Histogram
 from jaxserve.telemetry.snapshot import Snapshot, WaitingRoom
 
@@ -156,19 +164,24 @@ class EngineMetrics:
         model_name: str,
         cache_config: Callable[[int], Mapping[str, object]] = lambda pages: {},
         prefix: MetricsPrefix = "jaxserve",
+        build: Mapping[str, str] | None = None,
     ):
         """`cache_config` returns the labels of `cache_config_info` for a number of KV pages.
 
-        `prefix` says under which names the metrics are shown.
+        `prefix` says under which names the metrics are shown. `build` are the labels of `build_info`, besides the
+        version.
         """
         self.model_name = model_name
         self._cache_config, self._prefix = cache_config, prefix
+        self._build = {"version": __version__, **(build or {})}
         self._control: Callable[[], ControlState] = ControlState
         self._waiting_room: Callable[[], WaitingRoom] = WaitingRoom
         self._instances: list[InstanceMetrics] = []  # by number
         self._lock = threading.Lock()
-        self._counters: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in ENGINE_COUNTERS}
-        self._transition_seconds: dict[str, Histogram] = {}
+        self._counters: dict[str, dict[tuple[str, ...], float]] = {
+            name: dict.fromkeys(KNOWN_LABELS.get(name, ()), 0) for name in ENGINE_COUNTERS
+        }
+        self._transition_seconds = {kind: Histogram(TIME_BOUNDS) for kind in TRANSITION_KINDS}
 
     def instance(self, name: str = "0") -> InstanceMetrics:
         """Return the metrics of an instance. A new one gets the lowest number that no present instance has.
@@ -218,8 +231,8 @@ class EngineMetrics:
         self._add("kv_exchange_seconds", count=seconds)
         self._add("kv_exchange_held_seconds", count=held_seconds)
 
-    def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format (`exposition.CONTENT_TYPE`)."""
+    def render(self, http: HttpFigures | None = None, *, openmetrics: bool = False) -> bytes:
+        """Return all metrics, with those of an HTTP server if they are given, in Prometheus' format or OpenMetrics."""
         control = self._control()
         with self._lock:
             counters: dict[str, Mapping[tuple[str, ...], float]] = {n: dict(c) for n, c in self._counters.items()}
@@ -235,8 +248,11 @@ class EngineMetrics:
                 transition_seconds={kind: histogram.state() for kind, histogram in seconds.items()},
                 capacities=control.capacities,
                 quality=control.quality,
+                build=self._build,
             ),
-            self._prefix,
+            http,
+            prefix=self._prefix,
+            openmetrics=openmetrics,
         )
 
     def _add(self, name: str, *labels: str, count: float = 1) -> None:

@@ -15,7 +15,7 @@ from jaxserve import SamplingParams
 from jaxserve.cli.main import app
 from jaxserve.parsing.registry import REASONING_PARSERS, TOOL_PARSERS
 from jaxserve.server.schemas import harmless, unsupported
-from jaxserve.telemetry import EngineMetrics
+from jaxserve.telemetry import EngineMetrics, HttpFigures
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = (ROOT / "docs" / "server.md").read_text()
@@ -76,7 +76,7 @@ def test_page_of_parsers_names_every_parser():
 
 
 def test_server_manual_names_every_metric():
-    exported = set(re.findall(r"# TYPE jaxserve_(\w+)", EngineMetrics("model").render().decode()))
+    exported = set(re.findall(r"# TYPE jaxserve_(\w+)", EngineMetrics("model").render(HttpFigures({}, {})).decode()))
     assert names_in_table(section(SERVER, "Metrics")) == exported
 
 

@@ -15,7 +15,7 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import ControlClient, InstanceState, ModelInfo, Prompt, TokensPrompt
 from jaxserve.engine.limits import check_params, check_prompt
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.telemetry import EngineMetrics, Snapshot, WaitingRoom
+from jaxserve.telemetry import EngineMetrics, HttpFigures, Snapshot, WaitingRoom
 
 END = "<|end|>"
 
@@ -139,8 +139,8 @@ class FakeClient:
     def count_rejection(self, reason: str) -> None:
         self._metrics.rejected(reason)
 
-    def metrics_text(self) -> bytes:
-        return self._metrics.render()
+    def metrics_text(self, http: HttpFigures | None = None, *, openmetrics: bool = False) -> bytes:
+        return self._metrics.render(http, openmetrics=openmetrics)
 
     async def drain(self, timeout: float) -> bool:
         self.draining = True

@@ -1,8 +1,11 @@
 """ASGI middleware that normalizes requests before any guard or route sees them."""
 
 import re
+import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.server.logs import request_id
 
 REQUEST_ID = b"x-request-id"
 MAX_REQUEST_ID = 128  # characters
@@ -61,21 +64,32 @@ class HeadAsGet:
 
 
 class RequestId:
-    """Middleware that returns the client's X-Request-Id, if it sent one, instead of the server's."""
+    """Middleware that gives each request an id, which its response and its lines in the log have.
+
+    It is the client's own X-Request-Id, else that of the answer, else a new one.
+    """
 
     def __init__(self, app: ASGIApp):
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = [value for name, value in scope.get("headers", ()) if name == REQUEST_ID]
-        if scope["type"] != "http" or len(given) != 1 or not PRINTABLE_ID.fullmatch(given[0]):
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        sent = [value for name, value in scope["headers"] if name == REQUEST_ID]
+        given = sent[0] if len(sent) == 1 and PRINTABLE_ID.fullmatch(sent[0]) else None
+        id = given or f"req_{uuid.uuid4().hex}".encode()
+        request_id.set(id.decode())
 
         async def send_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                others = [header for header in message.get("headers", ()) if header[0] != REQUEST_ID]
-                message = {**message, "headers": [*others, (REQUEST_ID, given[0])]}
+                headers = message.get("headers", [])
+                own = next((value for name, value in headers if name == REQUEST_ID), None)
+                if given is None and own is not None:
+                    request_id.set(own.decode("latin-1"))
+                else:
+                    others = [header for header in headers if header[0] != REQUEST_ID]
+                    message = {**message, "headers": [*others, (REQUEST_ID, id)]}
             await send(message)
 
         await self.app(scope, receive, send_id)

@@ -36,7 +36,7 @@ YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 YAML_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 router = APIRouter(prefix="/admin", tags=["admin"])
-json_router = APIRouter(route_class=JsonRoute)
+json_router = APIRouter(prefix="/admin", tags=["admin"], route_class=JsonRoute)
 
 
 def documented(model: type[BaseModel], status: int = 200) -> dict[int | str, dict[str, Any]]:
@@ -128,9 +128,6 @@ async def ledger(state: State) -> Response:
     used = sum(entries.values())
     free, devices = budget - used, now["devices"]
     return json_response({"budget": budget, "used": used, "free": free, "entries": entries, "devices": devices})
-
-
-router.include_router(json_router)
 
 
 def _changeable(state: State) -> ControlClient:

@@ -1,14 +1,18 @@
 """Probes, /metrics, /load and /version: for balancers, scrapers and operators."""
 
 import asyncio
+import gzip
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from jaxserve._version import __version__
 from jaxserve.server.errors import json_response
 from jaxserve.server.load import load_of
 from jaxserve.server.state import Condition, State
-from jaxserve.telemetry.exposition import CONTENT_TYPE
+from jaxserve.telemetry import exposition
+from jaxserve.telemetry.exposition import CONTENT_TYPE, OPENMETRICS, OPENMETRICS_TYPE
+
+GZIP_LEVEL = 5  # takes a third of the time of level 9, for a page that is hardly larger
 
 router = APIRouter(tags=["operations"])
 
@@ -34,11 +38,24 @@ async def live(state: State) -> Response:
 
 
 @router.get("/metrics")
-async def metrics(state: State) -> Response:
-    """Return Prometheus metrics, which are empty while the model is loading."""
-    client = state.loaded
-    text = b"" if client is None else await asyncio.to_thread(client.metrics_text)  # 2 to 4 ms for each instance
-    return Response(text, media_type=CONTENT_TYPE)
+async def metrics(request: Request, state: State) -> Response:
+    """Return metrics for Prometheus, or in OpenMetrics if Accept names it. Those of the engine are there once it is."""
+    openmetrics = _accepts(request.headers.get("accept", ""), OPENMETRICS)
+    compressed = _accepts(request.headers.get("accept-encoding", ""), "gzip")
+    headers = {"vary": "accept, accept-encoding"} | ({"content-encoding": "gzip"} if compressed else {})
+    client, http = state.loaded, request.app.state.request_metrics.figures()
+
+    def page() -> bytes:
+        if client is None:
+            text = exposition.render(None, http, openmetrics=openmetrics)
+        else:
+            text = client.metrics_text(http, openmetrics=openmetrics)
+        return gzip.compress(text, GZIP_LEVEL) if compressed else text
+
+    # In a thread: it takes 2 to 4 ms for each instance.
+    return Response(
+        await asyncio.to_thread(page), media_type=OPENMETRICS_TYPE if openmetrics else CONTENT_TYPE, headers=headers
+    )
 
 
 @router.get("/load")
@@ -56,3 +73,12 @@ async def get_version() -> dict[str, str]:
 def _probe(now: Condition, *, ok: bool) -> Response:
     body = {"status": now.status} | ({"reason": now.reason} if now.reason else {})
     return json_response(body) if ok else json_response(body, 503, {"retry-after": "1"})
+
+
+def _accepts(header: str, kind: str) -> bool:
+    """Return whether a header such as Accept lists a kind, and does not rule it out."""
+    for entry in header.split(","):
+        name, _, parameters = entry.partition(";")
+        if name.strip().lower() == kind:
+            return not parameters.replace(" ", "").startswith("q=0") or "q=0." in parameters
+    return False
