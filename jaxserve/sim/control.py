@@ -62,6 +62,7 @@ class SimControl:
         """The largest share of an instance's KV pages in use that the policy has seen."""
         self.max_wait = 0.0
         """The longest time (s) that a waiting sequence had waited when the policy saw it."""
+        self._note = ""  # the policy's last reason to change nothing, of one instance
         self._start = self._seen = controller.plan
         self._at_start_plan = True
         self._due = clock.now()
@@ -80,6 +81,8 @@ class SimControl:
                 self.max_kv_usage = max(self.max_kv_usage, snapshot.kv_usage)
                 self.max_wait = max(self.max_wait, snapshot.oldest_wait)
             self._controller.tick(now, snapshots, front.waiting_room(), front.longest)
+            if not self._controller.decisions:
+                self._note = next(iter(self._controller.notes.values()), self._note)
             self._track_settling(now)
 
     def follow(self) -> None:
@@ -123,7 +126,7 @@ class SimControl:
             seen += f" (it acts above {settings.drop_usage:.0%} or {settings.drop_wait:g} s)"
         elif isinstance(settings, TransformSettings):
             seen = "no request was longer than an instance holds"
-        note = f"; it last said: {self._controller.note}" if self._controller.note else ""
+        note = f"; what it last said: {self._note}" if self._note else ""
         return f"the policy {policy.name} changed nothing: {seen}{note}"
 
     def _track_settling(self, now: float) -> None:

@@ -43,6 +43,32 @@ class RooflineModel:
         return InstanceRoofline(self, instance)
 
 
+@dataclass(frozen=True)
+class StepParts:
+    """The time (s) of a step by what it is spent on."""
+
+    compute: float = 0.0
+    bandwidth: float = 0.0  # of the memory
+    links: float = 0.0  # between devices
+    host: float = 0.0  # and other overheads
+
+    def __add__(self, other: "StepParts") -> "StepParts":
+        return StepParts(
+            self.compute + other.compute,
+            self.bandwidth + other.bandwidth,
+            self.links + other.links,
+            self.host + other.host,
+        )
+
+    def __mul__(self, factor: float) -> "StepParts":
+        return StepParts(self.compute * factor, self.bandwidth * factor, self.links * factor, self.host * factor)
+
+    @property
+    def seconds(self) -> float:
+        """The time of the whole step."""
+        return self.compute + self.bandwidth + self.links + self.host
+
+
 class InstanceRoofline:
     """Step times of one instance under one plan (`TrueInstanceCost`)."""
 
@@ -64,6 +90,15 @@ class InstanceRoofline:
         """Return the time (s) of a step on the device."""
         fixed = self.fixed(load.tokens, load.rows, load.sequences)
         return fixed + self.per_context * load.context + self.per_prefill * load.prefill
+
+    def parts(self, load: StepLoad) -> "StepParts":
+        """Return what a step spends its time on."""
+        size = load.tokens * self._model.shape.hidden_size * self._model.shape.itemsize
+        overheads = self._model.hardware.overheads
+        hand_offs = sum(link.seconds(size) for link in self._hand_offs)
+        host = overheads.step + overheads.sequence * load.sequences
+        attention = StepParts(self.per_prefill * load.prefill, self.per_context * load.context, hand_offs, host)
+        return sum((stage.parts(load.tokens, load.rows) for stage in self._stages), attention)
 
     def stages(self, load: StepLoad) -> list[StageTime]:
         """Return what a step takes on each stage. Together that is `seconds`: sampling belongs to the last stage."""
@@ -116,27 +151,44 @@ class _StageRoofline:
         total = sum(count * self._layer(precision, tokens) for precision, count in self._layers.items())
         return total if self._head is None else total + self._head_seconds(self._head, rows)
 
+    def parts(self, tokens: int, rows: int) -> StepParts:
+        """Return what `seconds` is spent on."""
+        layers = (self._layer_parts(precision, tokens) * count for precision, count in self._layers.items())
+        head = StepParts() if self._head is None else self._head_parts(self._head, rows)
+        return sum(layers, head)
+
     def _layer(self, precision: str, tokens: int) -> float:
+        return self._layer_parts(precision, tokens).seconds
+
+    def _layer_parts(self, precision: str, tokens: int) -> StepParts:
         hardware, shape = self._hardware, self._shape
         reading = shape.read_bytes(precision, tokens, self._tp) / hardware.bandwidth
         computing = tokens * shape.layer_ops(self._tp) / hardware.rate(precision)
-        products = max(reading, computing) / hardware.curve(precision)(tokens)
         size = tokens * shape.hidden_size * shape.itemsize
-        return products + hardware.overheads.layer + 2 * self._all_reduce(size)
+        products = _products(reading, computing, hardware.curve(precision)(tokens))
+        return products + StepParts(links=2 * self._all_reduce(size), host=hardware.overheads.layer)
 
     def _head_seconds(self, precision: str, rows: int) -> float:
+        return self._head_parts(precision, rows).seconds
+
+    def _head_parts(self, precision: str, rows: int) -> StepParts:
         hardware, shape = self._hardware, self._shape
         reading = shape.head_bytes(precision, self._tp) / hardware.bandwidth
         computing = rows * shape.head_ops(self._tp) / hardware.rate(precision)
         curve = hardware.head_curve or hardware.curve(precision)
         logits = 4 * rows * shape.vocab_size  # bytes, float32
-        return max(reading, computing) / curve(rows) + self._all_gather(logits)
+        return _products(reading, computing, curve(rows)) + StepParts(links=self._all_gather(logits))
 
     def _all_reduce(self, size: float) -> float:
         return 0.0 if self._link is None else all_reduce(size, self._tp, self._link)
 
     def _all_gather(self, size: float) -> float:
         return 0.0 if self._link is None else self._link.seconds(size * (self._tp - 1) / self._tp)
+
+
+def _products(reading: float, computing: float, share: float) -> StepParts:
+    """Return the time of products at a share of the roofline, all of it spent on what bounds them."""
+    return StepParts(compute=computing / share) if computing > reading else StepParts(bandwidth=reading / share)
 
 
 def all_reduce(size: float, devices: int, link: Link) -> float:

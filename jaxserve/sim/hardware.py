@@ -14,9 +14,11 @@ links: {pcie: {bandwidth: 2.7e+10, latency: 1.0e-05}}
 devices_per_host: 8
 
 Missing `overheads` are 0 s. Missing `tile`, `prefill_tokens`, `max_num_seqs` and `min_rows` are those of the platform
-(`jaxserve.planning.defaults`).
+(`jaxserve.planning.defaults`). `errors` has the median relative errors of predicted `ttft`, `tpot` and `e2el`, if they
+are known.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
@@ -33,6 +35,7 @@ from jaxserve.core.precision import BITS
 from jaxserve.planning.defaults import PLATFORMS
 
 LINKS = ("pcie", "nvlink", "rdma")
+LATENCIES = ("ttft", "tpot", "e2el")
 FULL = ("bfloat16", "float16", "float32")
 # Efficiencies that are constants: decode attention is counted in tokens read, prefill attention in pairs of tokens.
 ATTENTION = ("attention", "prefill")
@@ -113,6 +116,8 @@ class Hardware:
     min_rows: int
     overheads: Overheads = Overheads()
     links: Mapping[str, Link] = field(default_factory=dict)
+    # Median relative errors of simulated ttft, tpot and e2el, if it was fitted to a run of a server.
+    errors: Mapping[str, float] = field(default_factory=dict)
 
     def rate(self, precision: str) -> float:
         """Return the operations/s with weights of `precision`. Raise `ConfigError` if the rate is missing."""
@@ -167,11 +172,24 @@ def load_hardware(path_or_name: str | Path) -> Hardware:
         raise ConfigError(f"{path}: {error}") from error
 
 
+def hardware_of_gpus(gpus: str) -> str:
+    """Return the name in configs/hardware that consists of words that nvidia-smi prints.
+
+    Raise `ConfigError` if there is none.
+    """
+    words = set(re.findall(r"[a-z]+\d\w*|\d+(?=gb)", gpus.lower()))
+    names = config_names("hardware")
+    for name in names:
+        if words.issuperset(name.split("-")):
+            return name
+    raise ConfigError(f"unknown GPU {gpus}: configs/hardware has {', '.join(names)} (--hardware)")
+
+
 def from_yaml(text: str) -> Hardware:
     """Return the hardware that a YAML text describes. Raise `ConfigError`, which names the field, if it is invalid."""
     value = parse_yaml(text, "the hardware")
     shapes = {"tile", "prefill_tokens", "max_num_seqs", "min_rows"}
-    optional = {"overheads", "links", *shapes}
+    optional = {"overheads", "links", "errors", *shapes}
     given = _mapping(value, "the hardware", {item.name for item in fields(Hardware)} - optional, optional)
     platform = given["platform"]
     if platform not in PLATFORMS:
@@ -180,6 +198,7 @@ def from_yaml(text: str) -> Hardware:
         raise ConfigError(f"measured is {given['measured']!r}: it must be true or false")
     overheads = _mapping(given.get("overheads", {}), "overheads", set(), {item.name for item in fields(Overheads)})
     links = _mapping(given.get("links", {}), "links", set(), LINKS)
+    errors = _mapping(given.get("errors", {}), "errors", set(), LATENCIES)
     return Hardware(
         name=str(given["name"]),
         source=str(given["source"]),
@@ -192,6 +211,7 @@ def from_yaml(text: str) -> Hardware:
         devices_per_host=_whole(given["devices_per_host"], "devices_per_host"),
         overheads=Overheads(**{key: _number(v, f"overheads.{key}", zero=True) for key, v in overheads.items()}),
         links={name: _link(link, name) for name, link in links.items()},
+        errors={name: _number(error, f"errors.{name}", zero=True) for name, error in errors.items()},
         **{key: _whole(given.get(key, getattr(PLATFORMS[platform], key)), key) for key in sorted(shapes)},
     )
 
@@ -203,6 +223,7 @@ def to_yaml(hardware: Hardware) -> str:
     value["efficiency"] = {name: _plain(curve) for name, curve in hardware.efficiency.items()}
     value["overheads"] = asdict(hardware.overheads)
     value["links"] = {name: asdict(link) for name, link in hardware.links.items()}
+    value["errors"] = dict(hardware.errors)
     return yaml.safe_dump(value, sort_keys=False, width=120, allow_unicode=True)
 
 

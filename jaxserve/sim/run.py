@@ -249,7 +249,7 @@ def _adaptation(control: SimControl | None, collected: CollectedAnswers) -> dict
         for outcome in control.outcomes
     ]
     decisions = [asdict(decision) for decision in control.decisions]
-    found = {"decisions": decisions, "transitions": transitions, "restored_after_s": restored}
+    found: dict[str, Any] = {"decisions": decisions, "transitions": transitions, "restored_after_s": restored}
     if control.idle_reason is not None:
         found["idle_policy"] = control.idle_reason
     return found | _regroups(control, collected)

@@ -19,7 +19,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.engine.step_log import AnswerRecord, Arrival, Recording, Step
 from jaxserve.scheduler.chunk_cost import ChunkCost
 from jaxserve.sim.cost_model_fit import Fit
-from jaxserve.sim.hardware import Curve, load_hardware
+from jaxserve.sim.hardware import Curve, hardware_of_gpus, load_hardware
 from tests.bench.fake_client import FakeClient
 
 CPU = Limits(max_num_seqs=32, max_model_len=2048, prefill_tokens=512, kv_tokens=40_000, vocab_size=4096)
@@ -107,13 +107,13 @@ def test_requests_of_equal_length_are_matched_by_time():
 
 
 def test_known_gpu_maps_to_its_hardware_file():
-    assert calibration._known_gpu("NVIDIA H200, 143771 MiB, driver 570") == "h200"
-    assert calibration._known_gpu("NVIDIA A100 80GB PCIe, 81920 MiB, driver 550") == "a100-80"
-    assert calibration._known_gpu("8 x NVIDIA A100-SXM4-40GB, 40960 MiB, driver 550") == "a100-40"
-    assert calibration._known_gpu("NVIDIA L4, 23034 MiB, driver 570") == "l4"
+    assert hardware_of_gpus("NVIDIA H200, 143771 MiB, driver 570") == "h200"
+    assert hardware_of_gpus("NVIDIA A100 80GB PCIe, 81920 MiB, driver 550") == "a100-80"
+    assert hardware_of_gpus("8 x NVIDIA A100-SXM4-40GB, 40960 MiB, driver 550") == "a100-40"
+    assert hardware_of_gpus("NVIDIA L4, 23034 MiB, driver 570") == "l4"
     for other in ("NVIDIA GeForce RTX 3060, 12288 MiB, driver 570", "NVIDIA L40S, 46068 MiB, driver 570"):
         with pytest.raises(ConfigError, match=r"unknown GPU .*: configs/hardware has a100-40"):
-            calibration._known_gpu(other)
+            hardware_of_gpus(other)
 
 
 def found() -> Fit:

@@ -9,7 +9,6 @@ configs/hardware for a GPU.
 import asyncio
 import json
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.server import discover, request_target
 from jaxserve.bench.spawn import spawned
 from jaxserve.console.tables import print_table
-from jaxserve.core.bundled import bundled_model_path, config_names
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import write_file
 from jaxserve.core.machine import processors
@@ -39,7 +38,7 @@ from jaxserve.core.precision import BITS, parse_precision
 from jaxserve.engine.step_log import Recording, read_log
 from jaxserve.planning.defaults import dtype_with_quantized
 from jaxserve.sim.cost_model_fit import OVERHEADS, Fit, fit, fit_frontend, measured_steps
-from jaxserve.sim.hardware import Curve, Hardware, Link, Overheads, load_hardware, to_yaml
+from jaxserve.sim.hardware import Curve, Hardware, Link, Overheads, hardware_of_gpus, load_hardware, to_yaml
 from jaxserve.sim.shape import ModelShape
 
 READY_S = 600.0
@@ -200,7 +199,7 @@ def _nominal(name: str, precisions: Sequence[str], progress: Progress) -> Hardwa
     """Return nominal hardware figures of this machine. Raise ConfigError for an unknown GPU."""
     gpus = describe_environment().get("gpus")
     if gpus is not None:
-        known = load_hardware(_known_gpu(gpus))
+        known = load_hardware(hardware_of_gpus(gpus))
         return replace(known, name=name)
     progress("memory and processor")
     bandwidth, rate = _bandwidth(), _rate()
@@ -222,16 +221,6 @@ def _nominal(name: str, precisions: Sequence[str], progress: Progress) -> Hardwa
         # On a CPU variants of layers are copied within memory.
         links={"pcie": Link(bandwidth / 2, 0.0)},
     )
-
-
-def _known_gpu(gpus: str) -> str:
-    """Return the file of configs/hardware whose name consists of words that nvidia-smi prints."""
-    words = set(re.findall(r"[a-z]+\d\w*|\d+(?=gb)", gpus.lower()))
-    names = config_names("hardware")
-    for name in names:
-        if words.issuperset(name.split("-")):
-            return name
-    raise ConfigError(f"unknown GPU {gpus}: configs/hardware has {', '.join(names)}")
 
 
 def _bandwidth() -> float:

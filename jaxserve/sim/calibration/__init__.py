@@ -1,0 +1,1 @@
+"""`jaxserve sim plan --calibrate`: hardware fitted to one measured run of a server, with the errors that remain."""
