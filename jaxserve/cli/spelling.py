@@ -159,7 +159,7 @@ def _parsed(value: str) -> Any:
 
 # -- spellings that only `vllm bench` has
 
-OBJECTIVE = re.compile(r"\w+:[\d.]+")
+OBJECTIVE = re.compile(r"\w+:(p[\d.]+:)?[\d.]+")
 CURRENT_FOLDER = "."
 
 

@@ -1,0 +1,1 @@
+"""`jaxserve sim plan`: how many of which devices serve a load within objectives, the cheapest first."""
