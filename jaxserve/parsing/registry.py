@@ -17,6 +17,8 @@ from jaxserve.parsing.reasoning import ReasoningFormat
 T = TypeVar("T")
 Signs = tuple[tuple[str, tuple[str, ...]], ...]
 AUTO, NONE = "auto", "none"
+NO_TOOLS: Mapping[str, ToolFormat] = {}
+NO_REASONING: Mapping[str, ReasoningFormat] = {}
 
 FORMATS = (
     *(Hermes(), InternLM(), Granite(), Jamba(), Phi4Mini(), Llama3Json(), Mistral()),
@@ -90,23 +92,29 @@ REASONING_SIGNS: Signs = (
 )
 
 
-def tool_format(name: str, template: str = "") -> ToolFormat | None:
+def tool_format(name: str, template: str = "", own: Mapping[str, ToolFormat] = NO_TOOLS) -> ToolFormat | None:
     """Return the format `name`, or for "auto" that of a chat template; None if it shows none, and for "none".
 
-    Of a format with variants it is the one that the template shows. Raise ConfigError for an unknown name.
+    Of a format with variants it is the one that the template shows. `own`: formats of the user by name; for "auto" it
+    is the only one of them. Raise ConfigError for an unknown name, or if "auto" is one of several.
     """
-    form = TOOL_PARSERS.get(_shown(TOOL_SIGNS, template)) if name == AUTO else _named(name, TOOL_PARSERS, "tool")
+    if name != AUTO or own:
+        form = _named(name, TOOL_PARSERS, own, "tool")
+    else:
+        form = TOOL_PARSERS.get(_shown(TOOL_SIGNS, template))
     return form.for_template(template) if form else None
 
 
-def reasoning_format(name: str, template: str = "") -> ReasoningFormat | None:
+def reasoning_format(
+    name: str, template: str = "", own: Mapping[str, ReasoningFormat] = NO_REASONING
+) -> ReasoningFormat | None:
     """Return the format `name`, or for "auto" that of a chat template; None if it shows none, and for "none".
 
-    Raise ConfigError for an unknown name.
+    `own` and the errors are as for `tool_format`.
     """
-    if name == AUTO:
-        return REASONING_PARSERS.get(_shown(REASONING_SIGNS, template))
-    return _named(name, REASONING_PARSERS, "reasoning")
+    if name != AUTO or own:
+        return _named(name, REASONING_PARSERS, own, "reasoning")
+    return REASONING_PARSERS.get(_shown(REASONING_SIGNS, template))
 
 
 def _shown(signs: Signs, template: str) -> str:
@@ -114,9 +122,14 @@ def _shown(signs: Signs, template: str) -> str:
     return next((name for name, texts in signs if all(text in template for text in texts)), "")
 
 
-def _named(name: str, known: Mapping[str, T], kind: str) -> T | None:
+def _named(name: str, builtin: Mapping[str, T], own: Mapping[str, T], kind: str) -> T | None:
     if name == NONE:
         return None
+    if name == AUTO:
+        if len(own) > 1:
+            raise ConfigError(f"the plugin has the {kind} parsers {', '.join(own)}: choose one (--{kind}-parser)")
+        return next(iter(own.values()))
+    known = {**builtin, **own}
     if name in known:
         return known[name]
     names = ", ".join([AUTO, NONE, *sorted(known)])

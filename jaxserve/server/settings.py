@@ -11,6 +11,9 @@ from typing import Annotated, Any, Literal
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.options import JsonObject, Option, check_ranges, json_object
 from jaxserve.core.template_variables import is_reserved
+from jaxserve.parsing.formats.base import ToolFormat
+from jaxserve.parsing.plugins import reasoning_formats, tool_formats
+from jaxserve.parsing.reasoning import ReasoningFormat
 from jaxserve.parsing.registry import AUTO, reasoning_format, tool_format
 
 MEBIBYTE = 1024 * 1024
@@ -145,6 +148,22 @@ class ServerSettings:
     reasoning_parser: Annotated[
         str, Option("Model", "Format of reasoning; auto: as the chat template shows; none: leave it in the text.")
     ] = AUTO
+    tool_parser_plugin: Annotated[
+        str | Path | None,
+        Option(
+            "Model",
+            "Python file with a format of tool calls of your own, as FILE.py or FILE.py:NAME; it is executed.",
+            default="none",
+        ),
+    ] = None
+    reasoning_parser_plugin: Annotated[
+        str | Path | None,
+        Option(
+            "Model",
+            "Python file with a format of reasoning of your own, as FILE.py or FILE.py:NAME; it is executed.",
+            default="none",
+        ),
+    ] = None
     default_chat_template_kwargs: Annotated[
         JsonObject | None,
         Option(
@@ -212,8 +231,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         """Raise ConfigError, naming the option, if a value is not allowed."""
         check_ranges(self)
-        tool_format(self.tool_parser, "")
-        reasoning_format(self.reasoning_parser, "")
+        self.tool_format("")
+        self.reasoning_format("")
         for name in self.template_defaults:
             if is_reserved(name):
                 raise ConfigError(f"default_chat_template_kwargs may not set {name[:40]!r} ({CHAT_TEMPLATE_KWARGS})")
@@ -251,6 +270,22 @@ class ServerSettings:
     def __repr__(self) -> str:
         admin = "set" if self.admin_key else "none"
         return f"ServerSettings(host={self.host!r}, port={self.port}, api_keys={len(self.api_keys)}, admin_key={admin})"
+
+    def tool_format(self, template: str) -> ToolFormat | None:
+        """Return the format of tool calls of a model with this chat template, None if there is none.
+
+        Raise ConfigError if the parser or the plugin is not valid.
+        """
+        own = {} if self.tool_parser_plugin is None else tool_formats(self.tool_parser_plugin)
+        return tool_format(self.tool_parser, template, own)
+
+    def reasoning_format(self, template: str) -> ReasoningFormat | None:
+        """Return the format of reasoning of a model with this chat template, None if there is none.
+
+        Raise ConfigError if the parser or the plugin is not valid.
+        """
+        own = {} if self.reasoning_parser_plugin is None else reasoning_formats(self.reasoning_parser_plugin)
+        return reasoning_format(self.reasoning_parser, template, own)
 
     @cached_property
     def template_defaults(self) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from jaxserve.parsing.grammar import tool_grammar
 from jaxserve.parsing.lark import one_of
 from jaxserve.parsing.parser import AnswerFormat
 from jaxserve.parsing.reasoning import ReasoningFormat
-from jaxserve.parsing.registry import NONE, reasoning_format, tool_format
+from jaxserve.parsing.registry import NONE
 from jaxserve.parsing.schemas import json_rule, object_schema
 from jaxserve.parsing.tools import Tool, ToolUse
 from jaxserve.server.schemas.chat import ChatBody
@@ -34,13 +34,13 @@ class AnswerFormats:
     def of(cls, settings: ServerSettings, tokenizer: Tokenizer) -> "AnswerFormats":
         """Return the formats that the settings name or the chat template shows."""
         template = tokenizer.template_source
-        tools = tool_format(settings.tool_parser, template)
+        tools = settings.tool_format(template)
         if tools is None and settings.tool_parser != NONE and not tokenizer.template_knows_tools:
             tools = Hermes()  # the format in which tools are added to messages
         hint = "this server runs with --tool-parser none"
         if settings.tool_parser != NONE:
             hint = "its chat template does not show how the model writes calls (--tool-parser)"
-        return cls(tools, reasoning_format(settings.reasoning_parser, template), tokenizer.special_tokens, hint)
+        return cls(tools, settings.reasoning_format(template), tokenizer.special_tokens, hint)
 
     def answer_format(self, body: ChatBody, prompt: str) -> AnswerFormat:
         """Return the format of answers to a conversation, which has been rendered as `prompt`.

@@ -1,0 +1,146 @@
+"""Formats of tool calls and reasoning from a user's Python file, which is executed."""
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from jaxserve.core.errors import ConfigError
+from jaxserve.parsing.events import ParsedMessage
+from jaxserve.parsing.formats.base import ToolFormat
+from jaxserve.parsing.parser import AnswerFormat
+from jaxserve.parsing.reasoning import ReasoningFormat
+from jaxserve.parsing.registry import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.parsing.tools import Tool, ToolUse
+
+T = TypeVar("T", ToolFormat, ReasoningFormat)
+TOOL_PLUGIN, REASONING_PLUGIN = "--tool-parser-plugin", "--reasoning-parser-plugin"
+TRIAL = Tool("get_weather", {"type": "object", "properties": {"city": {"type": "string"}}})
+
+
+def tool_formats(source: str | Path) -> Mapping[str, ToolFormat]:
+    """Return the formats of tool calls that "FILE.py" or "FILE.py:NAME" defines, by name.
+
+    They are the subclasses of `ToolFormat` in the file. Raise `ConfigError`, naming the option, the file and the line,
+    if the file cannot be executed, defines none, or one does not find the call that it writes itself.
+    """
+    path, name = _parts(source, TOOL_PLUGIN)
+    module = _module(path, TOOL_PLUGIN)
+    kinds = [
+        kind
+        for kind in vars(module).values()
+        if inspect.isclass(kind) and issubclass(kind, ToolFormat) and kind.__module__ == module.__name__
+    ]
+    forms = [_made(kind, path) for kind in kinds if name in ("", kind.__name__, getattr(kind, "name", None))]
+    for form in forms:
+        _check(form, path)
+    return _by_name(forms, TOOL_PARSERS, source, "a subclass of ToolFormat", TOOL_PLUGIN)
+
+
+def reasoning_formats(source: str | Path) -> Mapping[str, ReasoningFormat]:
+    """Return the formats of reasoning that "FILE.py" or "FILE.py:NAME" defines, by name.
+
+    They are the objects of the class `ReasoningFormat` in the file. Raise `ConfigError` as `tool_formats`.
+    """
+    path, name = _parts(source, REASONING_PLUGIN)
+    found = vars(_module(path, REASONING_PLUGIN)).items()
+    forms = [form for key, form in found if isinstance(form, ReasoningFormat) and name in ("", key, form.name)]
+    return _by_name(forms, REASONING_PARSERS, source, "an object of ReasoningFormat", REASONING_PLUGIN)
+
+
+def _parts(source: str | Path, option: str) -> tuple[Path, str]:
+    """Return the file and the name of "FILE.py:NAME", "" if there is no name."""
+    text = str(source)
+    file, colon, name = text.rpartition(":")
+    path, name = (Path(file), name) if colon and file.endswith(".py") else (Path(text), "")
+    if not path.is_file() or path.suffix != ".py":
+        raise ConfigError(f"{text} is no Python file: give FILE.py or FILE.py:NAME ({option})")
+    return path, name
+
+
+def _module(path: Path, option: str) -> ModuleType:
+    try:
+        return _executed(path.resolve(), path.stat().st_mtime_ns)
+    except SyntaxError as error:
+        raise ConfigError(f"{path}:{error.lineno}: {error.msg} ({option})") from error
+    except Exception as error:
+        raise ConfigError(f"{_place(path, error)}: {_said(error)} ({option})") from error
+
+
+@lru_cache(maxsize=8)
+def _executed(path: Path, modified: int) -> ModuleType:
+    """Return a file as a module. It runs once, however often its formats are asked for, until it is `modified`."""
+    spec = importlib.util.spec_from_file_location(f"jaxserve_parser_{path.stem}", path)
+    assert spec is not None, "the file's name ends with .py"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up the module that defines them
+    spec.loader.exec_module(module)
+    return module
+
+
+def _made(kind: type[ToolFormat], path: Path) -> ToolFormat:
+    try:
+        return kind()
+    except Exception as error:
+        raise _wrong(kind, path, _said(error)) from error
+
+
+def _check(form: ToolFormat, path: Path) -> None:
+    """Raise `ConfigError` if a format has no name or no beginning, or does not find a call that it writes itself."""
+    kind = type(form)
+    if not isinstance(getattr(form, "name", None), str) or not form.name:
+        raise _wrong(kind, path, "it has no name")
+    if not form.triggers and not form.first:
+        raise _wrong(kind, path, "it has neither triggers nor first, so that its calls have no beginning")
+    arguments = "{}" if kind.arguments is ToolFormat.arguments else ""
+    try:
+        before, after = form.opening + form.before(TRIAL.name), form.after() + form.closing
+        beginnings = (*form.triggers[:1], *filter(None, (form.first,)))
+        if not before.startswith(beginnings):
+            raise _wrong(
+                kind, path, f"a call begins with {before!r}, and not with {' or '.join(map(repr, beginnings))}"
+            )
+        parser = AnswerFormat(None, form, ToolUse((TRIAL,))).parser()
+        message = ParsedMessage.of([*parser.push(before + arguments + after), *parser.finish()])
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{_place(path, error)}: {_said(error)} ({TOOL_PLUGIN})") from error
+    if arguments and [(call.name, call.arguments) for call in message.calls] != [(TRIAL.name, arguments)]:
+        written = before + arguments + after
+        raise _wrong(kind, path, f"the call that it writes, {written!r}, is not found in an answer that consists of it")
+
+
+def _by_name(forms: list[T], known: Mapping[str, T], source: str | Path, what: str, option: str) -> dict[str, T]:
+    for form in forms:
+        if form.name in known or form.name in (AUTO, NONE):
+            raise ConfigError(f"{source}: {form.name!r} is the name of a built-in parser: choose another ({option})")
+    if not forms:
+        raise ConfigError(f"{source}: it defines no such format, which is {what} of jaxserve.parsing ({option})")
+    return {form.name: form for form in forms}
+
+
+def _wrong(kind: type, path: Path, reason: str) -> ConfigError:
+    _, line = inspect.getsourcelines(kind)
+    return ConfigError(f"{path}:{line}: {kind.__name__}: {reason} ({TOOL_PLUGIN})")
+
+
+def _place(path: Path, error: BaseException) -> str:
+    """Return the last line of a file that was executed before an error, as "FILE.py:LINE"."""
+    return next((f"{path}:{line}" for line in _lines(path, error)), str(path))
+
+
+def _lines(path: Path, error: BaseException) -> Iterator[int]:
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(frame.filename) == path.resolve() and frame.lineno is not None:
+            yield frame.lineno
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
