@@ -153,6 +153,16 @@ class Controller:
         return changing or bool(structure.exchanging)
 
     @property
+    def exchanging(self) -> frozenset[str]:
+        """The names of instances whose KV pages are on their way."""
+        return self._structure.exchanging
+
+    @property
+    def failed(self) -> frozenset[str]:
+        """The names of instances that have failed and whose requests wait for others in their place."""
+        return self._structure.failed
+
+    @property
     def notes(self) -> Mapping[str, str]:
         """Why the policy keeps the plans of instances, by their names."""
         return {name: instance.note for name, instance in self._instances.items() if instance.note}

@@ -43,6 +43,8 @@ class HistorySample:
     tpot: float | None  # s, of the instance where it is longest
     kv_usage: float  # share of the KV pages of all instances that sequences hold
     waiting_room: int = 0  # requests that no instance can hold
+    prompt_tokens_per_s: float = 0.0  # computed, of all instances
+    generated_tokens_per_s: float = 0.0  # of all instances
 
 
 def sample(
@@ -77,4 +79,6 @@ def sample(
         tpot=max((r.tpot for r in recent if r.tpot is not None), default=None),
         kv_usage=pages_used / pages_total if pages_total > 0 else 0.0,
         waiting_room=waiting_room,
+        prompt_tokens_per_s=sum(max(0.0, r.prompt_tokens_per_s or 0.0) for r in recent),
+        generated_tokens_per_s=sum(max(0.0, r.tokens_per_s or 0.0) for r in recent),
     )

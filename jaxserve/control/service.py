@@ -127,6 +127,7 @@ class ControlPlane:
         layers = [[asdict(b) for b in i.blocks if is_layer(b.block)] for i in shown]
         precisions = Counter(precision for i in plan.instances for precision in i.layer_precisions)
         pages = sum(instance.kv_pages - 1 for instance in plan.instances)
+        states = {name: "exchanging" for name in controller.exchanging} | dict.fromkeys(controller.failed, "failed")
         return {
             "time": self._clock.now(),
             "policy": controller.policy.name,
@@ -140,7 +141,10 @@ class ControlPlane:
             "devices": [{"device": device, "used": ledger.used} for device, ledger in self._ledgers.items()],
             "num_instances": len(plan.instances),
             "instances": [instance.name for instance in shown],
-            "instance_states": [_state(instance, snapshots.get(instance.name, Snapshot())) for instance in shown],
+            "instance_states": [
+                _state(instance, snapshots.get(instance.name, Snapshot()), states.get(instance.name))
+                for instance in shown
+            ],
             "waiting_room": {
                 "requests": room.count,
                 "tokens": room.tokens,
@@ -343,10 +347,11 @@ def _shown(plan: Plan) -> Sequence[InstancePlan]:
     return [instance for _, instance in sorted(by_difference[:MAX_SHOWN_INSTANCES], key=lambda each: each[0])]
 
 
-def _state(instance: InstancePlan, snapshot: Snapshot) -> dict[str, Any]:
-    """Return where an instance runs, and its load."""
+def _state(instance: InstancePlan, snapshot: Snapshot, state: str | None) -> dict[str, Any]:
+    """Return where an instance runs, its load and its `state`, if that is a special one."""
     return {
         "name": instance.name,
+        "state": state or ("draining" if instance.draining else "serving"),
         "devices": [device for stage in instance.stages for device in stage.devices],
         "tp": instance.tp,
         "stages": [

@@ -152,6 +152,11 @@ class StructureController:
         """The names of instances whose KV pages are on their way."""
         return frozenset() if self._actuator is None else self._actuator.exchanging
 
+    @property
+    def failed(self) -> frozenset[str]:
+        """The names of instances that have failed and keep their requests."""
+        return frozenset() if self._actuator is None else frozenset(self._actuator.failed)
+
     # -- instances that fail
 
     def _failed(self, actuator: RegroupActuator) -> dict[str, BaseException]:

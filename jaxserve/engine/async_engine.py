@@ -141,6 +141,9 @@ class AsyncEngine:
     def count_rejection(self, reason: str) -> None:
         self.metrics.rejected(reason)
 
+    def outcomes(self) -> Mapping[str, Mapping[str, int]]:
+        return self.metrics.outcomes()
+
     def metrics_text(self, http: HttpFigures | None = None, *, openmetrics: bool = False) -> bytes:
         return self.metrics.render(http, openmetrics=openmetrics)
 

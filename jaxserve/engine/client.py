@@ -37,7 +37,8 @@ class ControlClient(Protocol):
           its names; `devices`: [{"device", "used"}, ...] with the bytes used on each device
         - `num_instances`; `instances`: the names of those that are shown, which are at most 16; `layers`: for each of
           these [{"block", "precision"}, ...]; `precisions`: {precision: decoder layers} of all instances
-        - `instance_states`: for each of these {"name", "devices", "tp", "draining", "running", "waiting", "kv_usage"}
+        - `instance_states`: for each of these {"name", "state", "devices", "tp", "draining", "running", "waiting",
+          "kv_usage"}, with the state "serving", "draining", "exchanging" or "failed"
         - `waiting_room`: {"requests", "tokens", "longest_tokens", "oldest_seconds"} of those that no instance can hold
         - `kv_pages`: {"used", "total", "most"} over all instances
         - `snapshot`: the numbers of the latest snapshot
@@ -74,9 +75,9 @@ class ControlClient(Protocol):
 
         Each has `time`, `precisions` ({precision: decoder layers}), `weight_bytes`, `kv_used_bytes`, `kv_free_bytes`,
         `kv_rounding_bytes` (bytes of the pools without a page), `other_bytes`, `budget`, `waiting`, `waiting_room`,
-        `running`,
-        `ttft_p95` (s, or None), `tpot` (s, or None) and `kv_usage` (0 to 1). Bytes are sums over all devices. On one
-        device, the fields whose names end in `_bytes` add up to its ledger.
+        `running`, `prompt_tokens_per_s`, `generated_tokens_per_s`, `ttft_p95` (s, or None), `tpot` (s, or None) and
+        `kv_usage` (0 to 1). Bytes are sums over all devices. On one device, the fields whose names end in `_bytes` add
+        up to its ledger.
         """
         ...
 
@@ -237,6 +238,13 @@ class EngineClient(Protocol):
 
     def count_rejection(self, reason: str) -> None:
         """Count a request in the metrics that was refused before it reached the engine, e.g. as "invalid"."""
+        ...
+
+    def outcomes(self) -> Mapping[str, Mapping[str, int]]:
+        """Return how many requests have `finished` since the start, by reason, and how many were `refused`, by reason.
+
+        The reasons of finished ones are those of `FinishReason`, the others those of the metrics.
+        """
         ...
 
     def metrics_text(self, http: HttpFigures | None = None, *, openmetrics: bool = False) -> bytes:

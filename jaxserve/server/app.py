@@ -18,6 +18,7 @@ from jaxserve.server.routes import (
     messages,
     models,
     operations,
+    pages,
     responses,
     scoring,
     tokenization,
@@ -30,7 +31,7 @@ from jaxserve.server.state import ServerState
 # What pages of other origins may read of a response, besides the headers that browsers always show.
 EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "www-authenticate", "accept-encoding", HEADER)
 GENERATION = (chat.router, responses.router, responses.json_router, completions.router, messages.router)
-OTHERS = (embeddings, scoring, models, tokenization, operations, admin, dashboard)
+OTHERS = (embeddings, scoring, models, tokenization, operations, admin, dashboard, pages)
 ROUTERS = (*GENERATION, *(module.router for module in OTHERS), admin.json_router)
 JSON_ROUTES = tuple(
     route for router in ROUTERS for route in router.routes if isinstance(route, JsonRoute) and "POST" in route.methods
@@ -42,7 +43,13 @@ def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI
 
     Without a client the app answers probes, and everything else with 503, until `app.state.server.attach(client)`.
     """
-    app = FastAPI(title="jaxserve", summary="The APIs of OpenAI and Anthropic", redirect_slashes=False)
+    app = FastAPI(
+        title="jaxserve",
+        summary="The APIs of OpenAI and Anthropic",
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.server = ServerState(client, settings)
     app.state.endpoints = tuple(route.path for route in JSON_ROUTES if route.include_in_schema)
     install_handlers(app)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from jaxserve.core.errors import ConfigError, EngineFailed, EngineStopped, RequestError
+from jaxserve.core.errors import ConfigError, EngineFailed, EngineStopped, NoTokenizer, RequestError
 from jaxserve.core.template_variables import OPTIONAL_VARIABLES
 from jaxserve.engine.client import ControlClient, EngineClient
 from jaxserve.server.answers.answer_formats import AnswerFormats
@@ -150,6 +150,13 @@ class ServerState:
         if self._formats is None:
             self._formats = AnswerFormats.of(self.settings, self.client().tokenizer)
         return self._formats
+
+    def capabilities(self) -> list[str]:
+        """Return what the model can do beyond completing tokens, as `AnswerFormats.capabilities` names it."""
+        try:
+            return self.formats().capabilities(self.client().tokenizer)
+        except NoTokenizer:
+            return []
 
     def model_names(self) -> tuple[str, ...]:
         """Return the names under which the model is served. Responses show the first one."""

@@ -5,6 +5,7 @@ loop thus pays for additions, and not for looking up labels.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from jaxserve._version import __version__
@@ -143,6 +144,11 @@ class InstanceMetrics:
         """Count a failure of the instance, which steps no more."""
         self._add("instance_failures", 1)
 
+    def success(self) -> dict[str, int]:
+        """Return the number of requests that have ended, by the reason why."""
+        with self._lock:
+            return dict(self._success)
+
     def figures(self) -> InstanceFigures:
         """Return all values as they are now."""
         with self._lock:
@@ -230,6 +236,16 @@ class EngineMetrics:
         self._add("kv_exchange_bytes", count=size)
         self._add("kv_exchange_seconds", count=seconds)
         self._add("kv_exchange_held_seconds", count=held_seconds)
+
+    def outcomes(self) -> dict[str, dict[str, int]]:
+        """Return the numbers of requests that have `finished` and of those that were `refused`, each by reason."""
+        with self._lock:
+            instances = list(self._instances)
+            refused = {reason: int(count) for (reason,), count in self._counters["admission_rejections"].items()}
+        finished: Counter[str] = Counter()
+        for instance in instances:
+            finished.update(instance.success())
+        return {"finished": dict(finished), "refused": refused}
 
     def render(self, http: HttpFigures | None = None, *, openmetrics: bool = False) -> bytes:
         """Return all metrics, with those of an HTTP server if they are given, in Prometheus' format or OpenMetrics."""

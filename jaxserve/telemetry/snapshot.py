@@ -28,6 +28,7 @@ class Recent:
     arrivals_per_s: float | None  # sequences
     max_kv_usage: float  # largest share of the KV pages held by sequences at any moment
     max_wait: float  # s: longest wait at any moment
+    prompt_tokens_per_s: float | None = None  # computed, and not found in the prefix cache
     most_kv_usage = Renamed("max_kv_usage")
     longest_wait = Renamed("max_wait")
 

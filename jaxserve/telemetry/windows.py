@@ -194,6 +194,10 @@ class _Window(NamedTuple):
         return self._per_second(self._added(lambda s: s.generated_tokens))
 
     @property
+    def prompt_tokens_per_s(self) -> float | None:
+        return self._per_second(self._added(lambda s: s.prefill_tokens))
+
+    @property
     def arrivals_per_s(self) -> float | None:
         return self._per_second(max(0, self._added(_arrived)))
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -138,6 +138,9 @@ class FakeClient:
 
     def count_rejection(self, reason: str) -> None:
         self._metrics.rejected(reason)
+
+    def outcomes(self) -> Mapping[str, Mapping[str, int]]:
+        return self._metrics.outcomes()
 
     def metrics_text(self, http: HttpFigures | None = None, *, openmetrics: bool = False) -> bytes:
         return self._metrics.render(http, openmetrics=openmetrics)

@@ -72,6 +72,8 @@ def sample_at(time: float) -> dict[str, Any]:
         "waiting": max(0, round(26 * crush + 1.5 * rise * (1 + wave))),
         "running": max(0, round(4 + 28 * rise + 2 * wave)),
         "ttft_p95": None if idle else 0.21 + 0.35 * rise + 3.2 * crush + 0.05 * wave,
+        "prompt_tokens_per_s": 0.0 if idle else 300 + 2400 * rise + 40 * wave,
+        "generated_tokens_per_s": 0.0 if idle else 70 + 1400 * rise + 20 * wave,
         "tpot": None if idle else 0.0142 + 0.0046 * rise + 0.006 * crush + 0.0004 * wave,
         "kv_usage": usage,
     }
@@ -169,6 +171,7 @@ class FakeControl:
                         for s in instance.stages
                     ],
                     "lanes": instance.lanes,
+                    "state": "draining" if instance.draining else "serving",
                     "draining": instance.draining,
                     "running": sample["running"],
                     "held": 0,

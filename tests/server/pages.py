@@ -41,21 +41,21 @@ def headless() -> Iterator[Any]:
 
 
 class Pages:
-    """Opens dashboards, and collects their errors and requests to other servers in `problems`."""
+    """Opens pages, and collects their errors and requests to other servers in `problems`."""
 
     def __init__(self, browser: Any):
         self._browser = browser
         self._contexts: list[Any] = []
         self.problems: list[str] = []
 
-    def __call__(self, url: str, **options: Any) -> Any:
+    def __call__(self, url: str, path: str = "/dashboard", **options: Any) -> Any:
         context = self._browser.new_context(**DESK | options)
         self._contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("request", lambda request: request.url.startswith(url) or self.problems.append(request.url))
         page.set_default_timeout(PATIENCE)
-        page.goto(f"{url}/dashboard")
+        page.goto(f"{url}{path}")
         return page
 
     def close(self) -> None:

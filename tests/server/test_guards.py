@@ -8,8 +8,9 @@ from tests.server.fake import FakeClient
 from tests.server.serving import raw_request, serving
 
 KEYS = ("first-key", "schlüssel")
-CLOSED = ("/v1/models", "/v1/chat/completions", "/docs", "/openapi.json", "/version", "/nothing")
-OPEN = ("/health", "/ready", "/ping", "/live", "/metrics")
+CLOSED = ("/v1/models", "/v1/chat/completions", "/openapi.json", "/version", "/nothing")
+WEB_PAGES = ("/", "/favicon.ico", "/docs", "/pages/chat.js", "/dashboard", "/dashboard/dom.js")
+OPEN = ("/health", "/ready", "/ping", "/live", "/metrics", *WEB_PAGES)
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +44,7 @@ def test_each_api_key_is_accepted(guarded, key, scheme):
         b"Bearer " + b"x" * 30_000,
     ],
 )
-@pytest.mark.parametrize(
-    "path", ["/v1/models", "/v1/chat/completions", "/docs", "/openapi.json", "/version", "/nothing"]
-)
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions", "/openapi.json", "/version", "/nothing"])
 def test_missing_or_wrong_api_key_returns_401(guarded, authorization, path):
     headers = {} if authorization is None else {"authorization": authorization}
     answer = guarded.get(path, headers=headers)

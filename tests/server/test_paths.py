@@ -28,9 +28,9 @@ PAGES = (
     "/version",
     "/v1/models",
     "/v1/models/fake",
-    "/docs",
     "/openapi.json",
 )
+WEB_PAGES = ("/docs", "/dashboard")
 
 
 def client(**settings) -> TestClient:
@@ -41,7 +41,7 @@ def client(**settings) -> TestClient:
 # HEAD
 
 
-@pytest.mark.parametrize("path", [*PAGES, "/dashboard", "/dashboard/main.js"])
+@pytest.mark.parametrize("path", [*PAGES, *WEB_PAGES, "/", "/favicon.ico", "/pages/chat.js", "/dashboard/main.js"])
 def test_head_equals_get_without_the_body(http, path):
     head, get = http.head(path), http.get(path)
     assert (head.status_code, head.content) == (200, b"")
@@ -87,7 +87,7 @@ def test_extra_slashes_are_served_without_a_redirect(http, path):
 
 @pytest.mark.parametrize("host", ["http://x", "http://127.0.0.1:8000", "HTTPS://x", "http://user@[::1]:80"])
 def test_target_that_is_a_whole_url_is_served(address, host):
-    for path, status in {"/health": b"200", "//v1/models/": b"200", "/nothing": b"404", "": b"404"}.items():
+    for path, status in {"/health": b"200", "//v1/models/": b"200", "/nothing": b"404", "": b"200"}.items():
         answer = raw_request(address, b"GET %s HTTP/1.1\r\nHost: x\r\nConnection: close" % (host + path).encode())
         assert answer.startswith(b"HTTP/1.1 " + status)
 
@@ -164,13 +164,13 @@ def test_dashboard_with_trailing_slash_redirects_to_working_links(http):
         ("/v1/v1/completions", "did you mean /v1/completions?"),
         ("/models", "did you mean /v1/models?"),
         ("/v1/tokenize", "did you mean /tokenize?"),
-        ("/", "/docs describes all"),
+        ("/", "/docs describes all"),  # for clients that want JSON
         ("/generated", "/docs describes all"),
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_unknown_path_returns_404_with_the_endpoints(http, method, path, hint):
-    answer = http.request(method, path, content=BODY, headers=JSON)
+    answer = http.request(method, path, content=BODY, headers={**JSON, "accept": "application/json"})
     assert answer.status_code == 404
     error = answer.json()["error"]
     assert (error["code"], error["type"]) == ("not_found", "invalid_request_error")
@@ -197,7 +197,6 @@ def test_root_path_prefix_is_optional(prefix):
     http = client(root_path="/llm")
     assert http.get(f"{prefix}/v1/models").json()["data"][0]["id"] == "fake"
     assert http.post(f"{prefix}/v1/completions", content=BODY, headers=JSON).status_code == 200
-    assert "/llm/openapi.json" in http.get(f"{prefix}/docs").text
     assert http.get(f"{prefix}/openapi.json").json()["servers"] == [{"url": "/llm"}]
     assert http.get(f"{prefix}/health").status_code == 200
     assert http.get(f"{prefix}x/v1/models").status_code == 404 if prefix else True
@@ -209,6 +208,18 @@ def test_root_path_prefix_does_not_open_a_guarded_path(prefix):
     assert http.get(f"{prefix}/v1/models").status_code == 401
     assert http.get(f"{prefix}/admin/plan", headers={"authorization": "Bearer key"}).status_code == 401
     assert http.get(f"{prefix}/health").status_code == 200
+
+
+def test_pages_behind_a_prefix_have_links_that_lead_there():
+    http = client(root_path="/llm")
+    assert http.get("/llm").headers["location"] == "llm/"  # to which the links of the page are relative
+    assert http.get("/llm/docs/").headers["location"] == "../docs"
+    for page in ("/llm/", "/llm/docs", "/llm/dashboard"):
+        parts = re.findall(r'(?:src|href)="([^"#]+)"', http.get(page).text)
+        assert len(parts) >= 3
+        for part in parts:
+            assert not part.startswith("/")
+            assert http.get(f"/llm/{part}").status_code == 200, part
 
 
 @pytest.mark.parametrize("root_path", ["llm", "/llm/", "/"])

@@ -42,6 +42,23 @@ class AnswerFormats:
             hint = "its chat template does not show how the model writes calls (--tool-parser)"
         return cls(tools, settings.reasoning_format(template), tokenizer.special_tokens, hint)
 
+    def capabilities(self, tokenizer: Tokenizer) -> list[str]:
+        """Return what a model with this tokenizer can do, for clients that adapt to it.
+
+        - "text": takes and returns text
+        - "chat": has a chat template of its own or from --chat-template; otherwise the built-in one is used
+        - "tools": its calls of tools are found; "reasoning": so is its reasoning
+        - "thinking": its template reads `enable_thinking`
+        """
+        found = {
+            "text": True,
+            "chat": tokenizer.has_chat_template,
+            "tools": tokenizer.has_chat_template and self.tools is not None,
+            "reasoning": self.reasoning is not None,
+            "thinking": "enable_thinking" in tokenizer.template_variables,
+        }
+        return [name for name, present in found.items() if present]
+
     def answer_format(self, body: ChatBody, prompt: str) -> AnswerFormat:
         """Return the format of answers to a conversation, which has been rendered as `prompt`.
 

@@ -14,6 +14,12 @@ export function shape(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
+/** Appends any number of nodes, of which a call could not take them all as arguments, and returns the element. */
+export function appendAll(node, children) {
+  for (const child of children) node.append(child);
+  return node;
+}
+
 /** Sets an element's text only if it changes, so that a selection or announcement is not disturbed. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;

@@ -72,7 +72,7 @@ export class Stream {
     heard();
     try {
       const response = await fetch(this.url, {
-        headers: this.key ? { authorization: `Bearer ${utf8(this.key)}` } : {},
+        headers: authorization(this.key),
         cache: "no-store",
         signal: abort.signal,
       });
@@ -93,19 +93,20 @@ export class Stream {
   }
 }
 
-/** Yields the JSON values of a stream of server-sent events until "[DONE]". */
-async function* events(body) {
+/** Yields the JSON values of a stream of server-sent events. Returns whether it was complete: it ended with "[DONE]". */
+export async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {
       const { value, done } = await reader.read();
-      if (done) return;
+      if (done) return false;
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();
       for (const part of parts) {
+        if (part.startsWith(":")) continue; // a comment, which keeps the connection alive
         const data = part.replace(/^data: /, "");
-        if (data === "[DONE]") return;
+        if (data === "[DONE]") return true;
         yield JSON.parse(data);
       }
     }
@@ -114,7 +115,8 @@ async function* events(body) {
   }
 }
 
-async function refusal(response) {
+/** Returns the error that a response other than 2xx stands for, with the words of the server. */
+export async function refusal(response) {
   let message = `the server answered ${response.status}`;
   try {
     message = (await response.json()).error.message;
@@ -123,6 +125,9 @@ async function refusal(response) {
   }
   return new Refused(response.status, message);
 }
+
+/** Returns the header that sends a key, none without one. */
+export const authorization = (key) => (key ? { authorization: `Bearer ${utf8(key)}` } : {});
 
 /** Returns a text as a header value: each byte of its UTF-8 form as one character. */
 function utf8(text) {

@@ -7,8 +7,12 @@ from starlette.types import Scope
 
 PROBES = frozenset({"/health", "/ready", "/ping", "/live", "/metrics"})
 ADMIN = "/admin"
+HOME = "/"
+DOCS = "/docs"
+PAGES = "/pages"
 DASHBOARD = "/dashboard"
 DASHBOARD_EVENTS = "/dashboard/events"
+PUBLIC = frozenset({HOME, DOCS, DASHBOARD, "/favicon.ico"})
 # As OpenAI, Azure and Anthropic send keys.
 KEY_HEADERS = (b"authorization", b"api-key", b"x-api-key")
 
@@ -19,8 +23,9 @@ def is_for_operators(path: str) -> bool:
 
 
 def is_public(path: str) -> bool:
-    """Return whether a path needs no key: probes, and the page of the dashboard without its data."""
-    return path in PROBES or path == DASHBOARD or (path.startswith(f"{DASHBOARD}/") and path != DASHBOARD_EVENTS)
+    """Return whether a path needs no key: probes, the pages for browsers and their files, but not their data."""
+    files = path.startswith((f"{PAGES}/", f"{DASHBOARD}/")) and path != DASHBOARD_EVENTS
+    return files or path in PROBES or path in PUBLIC
 
 
 def has_key(scope: Scope, keys: Iterable[bytes]) -> bool:

@@ -2,31 +2,22 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse
 
 from jaxserve.server import dashboard as assets
 from jaxserve.server.http.auth import DASHBOARD, DASHBOARD_EVENTS
 from jaxserve.server.http.streaming import EventStream
+from jaxserve.server.routes.assets import Assets
 from jaxserve.server.state import Phase, ServerState, State
 
 router = APIRouter(include_in_schema=False)
 
 EVENT_INTERVAL = 1.0  # seconds between two events
 MAX_DECISIONS = 100
-MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-ASSETS = {file.name: file.read_bytes() for file in files(assets).iterdir() if file.name.endswith(tuple(MEDIA_TYPES))}
-HEADERS = {
-    "cache-control": "no-cache",
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-}
+FILES = Assets(assets)
 
 
 class DashboardStream:
@@ -51,6 +42,7 @@ class DashboardStream:
             "model": self._model,
             "phase": self._state.phase.value,
             "status": self._control.status(),
+            "requests": self._client.outcomes(),
             "samples": samples,
         }
         decisions = self._control.decisions(MAX_DECISIONS)
@@ -76,7 +68,7 @@ async def page(request: Request) -> Response:
     """Return the page. With a trailing slash, redirect to the address to which its links are relative."""
     if request.scope.get("raw_path", b"").endswith(b"/"):
         return RedirectResponse(".." + DASHBOARD)
-    return _asset("index.html")
+    return FILES.response("index.html")
 
 
 @router.get(DASHBOARD_EVENTS)
@@ -88,11 +80,4 @@ async def events(request: Request, state: State) -> Response:
 @router.get(DASHBOARD + "/{name}")
 async def asset(name: str) -> Response:
     """Return a file of the page."""
-    if name not in ASSETS:
-        raise HTTPException(404)
-    return _asset(name)
-
-
-def _asset(name: str) -> Response:
-    media_type = MEDIA_TYPES[name[name.rindex(".") :]]
-    return Response(ASSETS[name], media_type=media_type, headers=HEADERS)
+    return FILES.response(name)

@@ -51,6 +51,7 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "owned_by": "jaxserve",
         "root": info.name,
         "max_model_len": info.max_model_len,
+        "capabilities": state.capabilities(),
     }
 
 

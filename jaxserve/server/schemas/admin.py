@@ -78,6 +78,8 @@ class InstanceState(AdminResponse):
     """An instance: its name, its devices and its load."""
 
     name: str
+    # "failed": others take its place; "exchanging": KV pages of its requests are on their way; "draining"; "serving"
+    state: str = "serving"
     devices: list[int]
     tp: int  # degree of tensor parallelism
     stages: list[StageState] = []
@@ -183,6 +185,8 @@ class Sample(AdminResponse):
     waiting: int
     waiting_room: int = 0  # requests that no instance can hold
     running: int
+    prompt_tokens_per_s: float = 0.0  # computed, and not found in the prefix cache
+    generated_tokens_per_s: float = 0.0
     ttft_p95: float | None = None
     tpot: float | None = None
     kv_usage: float

@@ -1,0 +1,1 @@
+"""The chat page and the reference of the API: HTML, CSS and JavaScript modules, served without a build step."""
