@@ -127,7 +127,7 @@ class ControlPlane:
         layers = [[asdict(b) for b in i.blocks if is_layer(b.block)] for i in shown]
         precisions = Counter(precision for i in plan.instances for precision in i.layer_precisions)
         pages = sum(instance.kv_pages - 1 for instance in plan.instances)
-        states = {name: "exchanging" for name in controller.exchanging} | dict.fromkeys(controller.failed, "failed")
+        states = dict.fromkeys(controller.exchanging, "exchanging") | dict.fromkeys(controller.failed, "failed")
         return {
             "time": self._clock.now(),
             "policy": controller.policy.name,
