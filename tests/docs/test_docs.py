@@ -141,7 +141,7 @@ def known_options(command: click.Command) -> set[str]:
     return known.union(*map(known_options, getattr(command, "commands", {}).values()))
 
 
-# Options of other programs: vllm serve, hf download, rsync, curl.
+# Options of other programs: vllm serve, hf download, rsync, curl, pip.
 FOREIGN_OPTIONS = {
     "--revision",
     "--download-dir",
@@ -166,6 +166,7 @@ FOREIGN_OPTIONS = {
     "--local-dir",
     "--unix-socket",
     "--inplace",
+    "--no-deps",
     # docker, kubectl, install, systemctl
     *("--file", "--target", "--tag", "--publish", "--volume", "--gpus", "--user", "--read-only", "--tmpfs", "--env"),
     *("--from-literal", "--kustomize", "--mode", "--now"),

@@ -13,7 +13,8 @@ from nbclient import NotebookClient
 
 from tests.server.process import server_process
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES, README = ROOT / "examples", ROOT / "README.md"
 
 
 def test_quickstart_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -44,6 +45,14 @@ def output_of(example: str, server: str) -> str:
 
 def test_openai_client_answers(server: str):
     assert output_of("openai_client.py", server)
+
+
+def test_program_of_the_readme_answers(server: str, capsys: pytest.CaptureFixture):
+    (program,) = re.findall(r"^```python\n(from openai .*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    address = "http://127.0.0.1:8000"
+    assert address in program
+    exec(compile(program.replace(address, server), "README.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.strip()
 
 
 def test_structured_extraction_returns_a_function_twice(server: str):

@@ -1,4 +1,4 @@
-"""The programs in docs/library.md run as they stand there."""
+"""The programs in docs/library.md, and the first one in README.md, run as they stand there."""
 
 import re
 from collections.abc import Iterator
@@ -11,8 +11,14 @@ import pytest
 import jaxserve
 from jaxserve import LLM, AsyncLLM
 
-PAGE = (Path(__file__).parents[2] / "docs" / "library.md").read_text()
-PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parents[2]
+
+
+def programs(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+PROGRAMS = programs("docs/library.md")
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +27,9 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [programs("README.md")[0], *PROGRAMS])
 def test_program_runs(llm: LLM, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(jaxserve, "LLM", lambda: nullcontext(llm))  # the model is loaded once for all programs
+    monkeypatch.setattr(jaxserve, "LLM", lambda *_, **__: nullcontext(llm))  # the model is loaded once for all programs
     monkeypatch.setattr(jaxserve, "AsyncLLM", partial(AsyncLLM, warmup=False, max_num_seqs=4))
     exec(compile(program, "docs/library.md", "exec"), {"__name__": "__main__"})
     assert "print(" not in program or capsys.readouterr().out.strip()
