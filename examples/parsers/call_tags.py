@@ -1,6 +1,7 @@
 """An example of a parser of tool calls, for a model that writes `<call name="f">{...}</call>` for each call.
 
     python examples/parsers/call_tags.py     # parse an answer that arrives in pieces of five characters
+    jaxserve serve MODEL --tool-parser-plugin examples/parsers/call_tags.py
 
 In jaxserve itself it would be a class in jaxserve/parsing/formats/, and a member of FORMATS in
 jaxserve/parsing/registry.py.
@@ -9,13 +10,10 @@ jaxserve/parsing/registry.py.
 from collections.abc import Sequence
 from typing import ClassVar
 
+from jaxserve.parsing import Head, Parsing, Source, Tool, ToolFormat, ToolUse, call_body
 from jaxserve.parsing.events import ParsedMessage
-from jaxserve.parsing.formats.base import NAME_RUN, ToolFormat
-from jaxserve.parsing.json_arguments import call_body
-from jaxserve.parsing.json_text import Head
+from jaxserve.parsing.formats.base import NAME_RUN
 from jaxserve.parsing.parser import AnswerFormat
-from jaxserve.parsing.source import Parsing, Source
-from jaxserve.parsing.tools import Tool, ToolUse
 
 BEGIN, END = '<call name="', "</call>"
 

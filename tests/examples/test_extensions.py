@@ -13,6 +13,7 @@ import pytest
 
 from jaxserve.core.errors import CheckpointError
 from jaxserve.models import registry
+from jaxserve.parsing.plugins import tool_formats
 from tests.parsing.writers import calls_of, parsed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +69,10 @@ def test_registered_family_is_read_and_cannot_be_registered_twice(monkeypatch):
 def test_parser_of_the_example_runs(tmp_path):
     expected = 'text: \'I will look.\'\nweather({"city": "Oslo"})\nnow({})\n'
     assert output_of("parsers/call_tags.py", tmp_path) == expected
+
+
+def test_parser_of_the_example_is_a_plugin():
+    assert list(tool_formats(ROOT / "examples" / "parsers" / "call_tags.py")) == ["call_tags"]
 
 
 def test_parser_of_the_example_reads_what_its_grammar_writes():
