@@ -3,8 +3,7 @@
 import datetime
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jaxserve.bench.environment import describe_environment
@@ -14,7 +13,7 @@ from jaxserve.bench.prometheus import parse
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.result import Result, build, plain
 from jaxserve.console.progress import progress_bar
-from jaxserve.core.errors import ConfigError, MemoryBudgetError
+from jaxserve.core.errors import ConfigError
 from jaxserve.sim.build import BuiltSimulation, build_simulation
 from jaxserve.sim.cluster import Cluster, parse_cluster, resolve_cluster
 from jaxserve.sim.control import SimControl
@@ -116,24 +115,8 @@ def cluster_of(options: ClusterOptions, *, prefix_caching: bool) -> Cluster:
         raise ConfigError("no hardware is given: give a name in configs/hardware or a YAML file (--hardware)")
     hardware = load_hardware(options.hardware)
     devices, hardware = parse_cluster(options.cluster, hardware, options.tp * options.pp)
-    shape = ModelShape.load(options.model_path)
-
-    def resolve(options: ClusterOptions, devices: int) -> Cluster:
-        config = options.config(devices, prefix_caching=prefix_caching)
-        return resolve_cluster(config, shape, hardware, elastic=options.elastic_kv)
-
-    def fits(tp: int) -> bool:
-        with suppress(ConfigError):
-            return resolve(replace(options, tp=tp), tp * options.pp) is not None
-        return False
-
-    try:
-        return resolve(options, devices)
-    except MemoryBudgetError as error:
-        degrees = range(options.tp + 1, hardware.devices_per_host // options.pp + 1)
-        if larger := next((tp for tp in degrees if tp.bit_count() == 1 and fits(tp)), None):
-            raise MemoryBudgetError(f"{error}; the model fits with --tp {larger}") from error
-        raise
+    config = options.config(devices, prefix_caching=prefix_caching)
+    return resolve_cluster(config, ModelShape.load(options.model_path), hardware, elastic=options.elastic_kv)
 
 
 def simulate(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -289,3 +290,21 @@ def test_mistakes_are_told_in_a_line(machines) -> None:
         assert done.exit_code == 1
         assert message in done.output
         assert "Traceback" not in done.output
+
+
+def test_the_question_of_the_manual_is_answered(tmp_path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "simulator.md").read_text().replace("\\\n", "")
+    (command,) = re.findall(r"^jaxserve (sim plan --model.*)$", page, re.MULTILINE)
+    for old, new in (
+        ("--duration 300", "--duration 20 --max-devices 4 --jobs 1"),
+        ("l4=0.8,a100-80=1.8,", ""),
+        ("plan.yaml", str(tmp_path / "plan.yaml")),
+    ):
+        assert old in command
+        command = command.replace(old, new)
+    done = CliRunner().invoke(app, shlex.split(command))
+    assert done.exit_code == 0, done.output
+    best = re.search(r"^h[12]00 +\d+ +(\d+) x tp (\d+) ", done.output, re.MULTILINE)
+    assert best is not None
+    engine, _ = resolve(read_config(tmp_path / "plan.yaml"), {})
+    assert (engine.dp, engine.tp) == (int(best[1]), int(best[2]))

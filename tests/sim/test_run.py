@@ -118,11 +118,8 @@ def test_a_policy_without_anything_to_do_says_why(machines) -> None:
 
 
 def test_a_model_that_is_too_large_names_the_degree_that_it_fits_with() -> None:
-    with pytest.raises(MemoryBudgetError, match=r"at least 144.426 GB.*; the model fits with --tp 2$"):
+    with pytest.raises(MemoryBudgetError, match=r"at least 144.426 GB.*: --tp 2 divides it over 2 devices"):
         running.cluster_of(ClusterOptions(model="llama-3-70b", hardware="h100"), prefix_caching=False)
-    small = ClusterOptions(model="llama-3-70b", hardware="l4", memory_gb=4.0)
-    with pytest.raises(MemoryBudgetError, match=r"max_num_seqs\)$"):
-        running.cluster_of(small, prefix_caching=False)
 
 
 def test_looking_at_the_instances_changes_no_figure(machines) -> None:

@@ -1,5 +1,6 @@
 """Candidates: the ways to run one instance of a model on some hardware, before their number is chosen."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -160,5 +161,6 @@ def _powers(most: int) -> list[int]:
 
 
 def _memory_text(message: str) -> str:
-    """Return the part of a message about memory that says what is needed."""
-    return message.partition("; the model fits")[0].rpartition(" (")[0] or message
+    """Return the part of a message about memory that says what is needed, without advice."""
+    needs = re.match(r".*: weights [^:(]*\d", message)
+    return needs[0] if needs else message
