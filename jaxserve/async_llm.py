@@ -31,7 +31,8 @@ class AsyncLLM:
     def __init__(
         self, model: str | Path | None = None, *, progress: bool | Progress = True, **options: Unpack[EngineOptions]
     ):
-        """`model`: a directory in Hugging Face layout (default: the bundled model).
+        """`model`: a folder in Hugging Face layout, or a name on its hub, which is downloaded unless it is in the local
+        cache (default: the bundled model).
 
         `options` and `progress`: as for `LLM`. Raise `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the
         engine cannot start.

@@ -39,7 +39,8 @@ class LLM:
     def __init__(
         self, model: str | Path | None = None, *, progress: bool | Progress = True, **options: Unpack[EngineOptions]
     ):
-        """`model`: a directory in Hugging Face layout (default: the bundled model).
+        """`model`: a folder in Hugging Face layout, or a name on its hub, such as "Qwen/Qwen2.5-0.5B-Instruct", which
+        is downloaded unless it is in the local cache (default: the bundled model).
 
         `options`: the fields of `EngineConfig`, described in docs/options.md. `progress`: whether the start shows how
         far it has come, or a function that is called with (activity, items done, items in all) instead. Raise

@@ -54,5 +54,13 @@ def explained(error: Exception, name: HubName, cache: Path) -> JaxserveError:
         return ConfigError(f"the disk is full: {cache} has no room for {name.id}: {OTHER_FOLDER}")
     if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
         return ConfigError(f"cannot write into {cache}: {error.strerror}: {OTHER_FOLDER}")
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return Unreachable(f"{hub} cannot be reached ({reason})")
+    return Unreachable(f"{hub} cannot be reached ({_cause(error)})")
+
+
+def _cause(error: BaseException) -> str:
+    """Return in a few words where an error began, such as "Connection refused"."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).strip().partition("\n")[0] or type(error).__name__

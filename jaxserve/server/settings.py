@@ -61,7 +61,7 @@ class ServerSettings:
         Option(
             "Model",
             "Model name for clients (repeatable; the first is shown).",
-            default="the folder's name",
+            default="the name on the hub, or the folder's",
             flags=("--served-model-name",),
             first=True,
         ),

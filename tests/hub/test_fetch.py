@@ -15,7 +15,9 @@ from huggingface_hub import constants
 from jaxserve.core.errors import CheckpointError, ConfigError, JaxserveError
 from jaxserve.hub import HubName, Need, fetch, transfer
 from jaxserve.hub.errors import explained
+from jaxserve.hub.listing import ask
 from tests.hub.conftest import FILES
+from tests.support import hub as support
 from tests.support.hub import environment
 
 NAME = HubName("org/name")
@@ -117,7 +119,7 @@ def test_cached_model_costs_no_request(hub):
 def test_cache_that_the_hubs_client_has_not_listed(hub):
     """Older clients keep no list of a repository's files."""
     folder = fetch(NAME).folder
-    shutil.rmtree(folder.parents[1] / "trees")
+    shutil.rmtree(folder.parents[1] / "trees", ignore_errors=True)
     hub.seen.clear()
     assert fetch(NAME).folder == folder
     assert not hub.seen
@@ -130,7 +132,7 @@ def test_cache_that_the_hubs_client_has_not_listed(hub):
 def test_missing_file_is_downloaded_and_named_offline(hub, monkeypatch, listed):
     folder = fetch(NAME).folder
     if not listed:
-        shutil.rmtree(folder.parents[1] / "trees")
+        shutil.rmtree(folder.parents[1] / "trees", ignore_errors=True)
     (folder / LARGE).unlink()
     (folder / "tokenizer.json").unlink()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -143,7 +145,7 @@ def test_missing_file_is_downloaded_and_named_offline(hub, monkeypatch, listed):
 def test_model_without_a_tokenizer_is_used_offline(hub, monkeypatch):
     hub.add("org/ids", {"config.json": b"{}", "model.safetensors": b"w"})
     folder = fetch(HubName("org/ids")).folder
-    shutil.rmtree(folder.parents[1] / "trees")
+    shutil.rmtree(folder.parents[1] / "trees", ignore_errors=True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetch(HubName("org/ids")).folder == folder
 
@@ -156,7 +158,9 @@ def test_model_that_is_not_in_the_cache_offline(hub, monkeypatch):
 
 def test_hub_that_cannot_be_reached(hub, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    refused(r"not in the cache .*; http://127\.0\.0\.1:9 cannot be reached \(.+\): `jaxserve pull org/name`")
+    refused(
+        r"not in the cache .*; http://127\.0\.0\.1:9 cannot be reached \(Connection refused\): `jaxserve pull org/name`"
+    )
 
 
 def test_cache_behind_a_link_and_in_another_folder(hub, tmp_path):
@@ -217,6 +221,18 @@ def test_token_of_the_environment(hub, monkeypatch):
     hub.add("org/gated", FILES, gated=True)
     monkeypatch.setenv("HF_TOKEN", hub.valid_token)
     assert names(fetch(HubName("org/gated")).folder) == NEEDED
+
+
+def test_hash_that_is_none_does_not_become_a_path(hub, monkeypatch):
+    assert ask(NAME, None).files[LARGE].sha256 == support.etag(LARGE, FILES[LARGE])
+    monkeypatch.setattr(support, "etag", lambda name, data: "../../../../outside")
+    assert ask(NAME, None).files[LARGE].sha256 is None
+
+
+def test_hub_without_commits(hub):
+    hub.repositories["org/name"].branches["main"] = "../x"
+    hub.commits["../x"] = FILES
+    refused(r"answers for org/name with '\.\./x', which is no commit")
 
 
 # -- transfers that fail
