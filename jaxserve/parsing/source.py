@@ -72,6 +72,12 @@ class Source:
         self._at = self._marks.pop()
         return result
 
+    def cut(self, parsing: Parsing[object | None]) -> Parsing[None]:
+        """Take everything if a parser that yields no events returns None because the text breaks off in it."""
+        self.exhausted = False
+        if (yield from self.look(parsing)) is None and self.exhausted:
+            self.take(self.ahead)
+
     def back(self, count: int) -> None:
         """Give back the last `count` characters that have been taken, before more text is waited for."""
         self._at -= count
@@ -129,13 +135,15 @@ class Source:
         yield from self.space()
         return (yield from self.literal(text)) or None
 
-    def piece(self, ends: tuple[str, ...], *, markup: bool = False) -> Parsing[tuple[str, str, bool]]:
+    def piece(
+        self, ends: tuple[str, ...], *, markup: bool = False, signs: bool = True
+    ) -> Parsing[tuple[str, str, bool]]:
         """Take what has arrived before the first of `ends`, as (text, end, done).
 
         `done`: the end has been found and taken, or the whole text is complete, and `end` is "". Otherwise some text is
         returned, and the end is still to come. Of ends that begin at one place the longest is found. `markup`: the
-        beginning of one of `ends` in brackets with which the whole text breaks off is left out, but for its first
-        character, which may be a sign of its own.
+        beginning of one of `ends` in brackets with which the whole text breaks off is left out, but with `signs` not if
+        it is a single character, which may be a sign of its own.
         """
         while True:
             begin, end = self._find(ends)
@@ -146,7 +154,7 @@ class Source:
                 return text, end, True
             if self.complete:
                 cut = self._held_back(tuple(end for end in ends if end[0] in "<[")) if markup else 0
-                text = self.take(self.ahead - cut * (cut > 1))
+                text = self.take(self.ahead - cut * (cut > signs))
                 self.take(self.ahead)
                 return text, "", True
             if certain:

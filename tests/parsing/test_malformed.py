@@ -234,10 +234,11 @@ def test_words_at_the_end_of_an_answer_stay(name: str, text: str) -> None:
 
 
 # Pieces of each format, from which answers are put together in any order. "§" stands for what must not get lost. It
-# is on a line of its own, since strings in further fields of a call, which are left out, have no line breaks.
+# is on a line of its own, since strings in further fields of a call, which are left out, have no line breaks, and it
+# begins with what no name has, since the name of a call that breaks off is left out, too.
 def _fragments(name: str) -> list[str]:
     form, call = FORMS[name], WRITERS[name](CALL)
-    marks = ["\n§\n", " ", "\n", "a", "{", "}", "[", "]", ", ", "now", "get_weather", '"', "\\", "<"]
+    marks = ["\n;§\n", " ", "\n", "a", "{", "}", "[", "]", ", ", "now", "get_weather", '"', "\\", "<"]
     triggers = [text for trigger in form.triggers for text in (trigger, trigger[:-1])]
     begun = [call[:length] for length in range(0, len(call), 7)]
     ends = [call[length:] for length in range(0, len(call), 7)]
@@ -274,3 +275,16 @@ def test_deep_nesting_is_no_error(name: str) -> None:
 def test_deep_arguments_are_no_error(text: str) -> None:
     message = parsed(FORMS["hermes"], f'<tool_call>{{"name": "f", "arguments": {text}</tool_call>')
     assert message.calls[0].arguments.count("{") == message.calls[0].arguments.count("}") == 30_000
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_answer_that_breaks_off_after_a_call_has_no_markup_in_its_text(name: str) -> None:
+    written = WRITERS[name](
+        [("get_weather", {"city": "Bern", "days": 3}), ("now", {}), ("get_weather", {"city": "Thun"})]
+    )
+    cuts = [parsed(FORMS[name], written[:length]) for length in range(len(written) + 1)]
+    begun = [message for message in cuts if message.calls]
+    assert len(begun) > len(written) / 2
+    assert {message.text.strip() for message in begun} <= {"", "<", "["}  # which may be signs of their own
+    assert [len(message.calls) for message in begun] == sorted(len(message.calls) for message in begun)
+    assert len(begun[-1].calls) == 3

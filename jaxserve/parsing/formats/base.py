@@ -58,7 +58,8 @@ class ToolFormat(ABC):
         while True:
             ends = missing or ()
             resumes = self.resumes if listed else ()
-            text, mark, done = yield from source.piece(self.triggers + ends + resumes, markup=True)
+            marks = self.triggers + ends + resumes
+            text, mark, done = yield from source.piece(marks, markup=True, signs=not missing)
             yield TextDelta(text)
             if mark in ends:
                 missing, listed = ends[ends.index(mark) + 1 :], False

@@ -42,8 +42,8 @@ class CallSection(ToolFormat):
             yield from arguments(source, self.end, self.call)
             while (yield from source.attempt(source.spaced("}"))):
                 pass
-            if self.fence:
-                yield from source.attempt(source.spaced(self.fence))
+            if self.fence and not (yield from source.attempt(source.spaced(self.fence))):
+                yield from source.cut(source.spaced(self.fence))
             while (yield from source.attempt(source.spaced(self.end))):
                 pass
             following = yield from source.attempt(self.head(source, tools, ""))

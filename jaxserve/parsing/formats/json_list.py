@@ -31,6 +31,7 @@ class JsonList(ToolFormat):
         while following is not None:
             yield from call_body(source, following, self.close, self.triggers[0])
             following = yield from source.attempt(_next(source))
+        yield from source.cut(_next(source))
         while (yield from source.attempt(source.spaced("]"))):
             pass
 

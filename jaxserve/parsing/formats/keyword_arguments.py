@@ -84,6 +84,7 @@ class KeywordArguments:
             if (yield from source.look(self._begins_call())) is not None:
                 return None, True
             if (yield from source.attempt(_skip(source))) is None:
+                yield from source.cut(keyword_before(source))
                 return None, False
 
     def _value(self, keyword: str) -> Parsing[tuple[str, bool]]:

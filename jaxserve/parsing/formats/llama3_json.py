@@ -38,6 +38,7 @@ class Llama3Json(ToolFormat):
         while following is not None:
             yield from call_body(source, following)
             following = yield from source.attempt(self._next(source, tools))
+        yield from source.cut(self._next(source, tools))
 
     def _next(self, source: Source, tools: Sequence[Tool]) -> Parsing[Head | None]:
         yield from source.space()

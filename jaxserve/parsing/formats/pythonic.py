@@ -62,6 +62,7 @@ class Pythonic(ToolFormat):
             while (yield from source.attempt(source.spaced(")"))):
                 pass  # one too many
             following = yield from source.attempt(_following(source, tools))
+        yield from source.cut(_following(source, tools))
         while self.end and (yield from source.attempt(source.spaced(self.end))):
             pass
 
