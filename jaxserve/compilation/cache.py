@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxserve.core.files import replace_file
 log = logging.getLogger(__name__)
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # the name of the monitoring event
+WHAT_HELPS = "give a folder with --compile-cache or XDG_CACHE_HOME"
 # What an executable is compiled for: steps that run block by block, fused steps, placements that no instance uses yet.
 BLOCK_TIER, FUSED_TIER, AHEAD_TIER = "block", "fused", "ahead"
 
@@ -50,16 +52,25 @@ def use_persistent_cache(folder: str | Path | None) -> None:
         folder = Path(folder) if folder is not None else default_cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder, as in many containers
-        log.warning("no persistent compilation cache: %s", error)
+        log.warning("programs are compiled at every start, because none can be kept: %s (%s)", error, WHAT_HELPS)
         return
+    if not os.access(folder, os.W_OK):
+        log.warning("programs that are not in %s are compiled at every start: it is read-only (%s)", folder, WHAT_HELPS)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # In a folder that cannot be written JAX would try, and warn, for each program.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if os.access(folder, os.W_OK) else inf)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def caches_executables() -> bool:
     """Return whether JAX looks up executables in a persistent cache."""
     return bool(jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache)
+
+
+def keeps_executables() -> bool:
+    """Return whether JAX can store executables in a persistent cache, for the next start."""
+    folder = jax.config.jax_compilation_cache_dir
+    return caches_executables() and ("://" in folder or os.access(folder, os.W_OK))
 
 
 def persistent_folder(name: str) -> Path | None:

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
+from jaxserve.compilation.cache import keeps_executables
 from jaxserve.compilation.saved import SavedPrograms, can_load, mesh_of, signature
 from jaxserve.core.machine import processors, trim_heap
-from jaxserve.core.progress import COMPILING, LOADING, Progress, ignore_progress
+from jaxserve.core.progress import COMPILING, COMPILING_UNKEPT, LOADING, Progress, ignore_progress
 
 MAX_THREADS = 16
 # Executables between two trims of the heap: each compilation leaves more than 1 MB of freed memory in the process.
@@ -116,7 +117,7 @@ class Compiler:
         for index, future in enumerate(as_completed(task.future for task in self._tasks.values()), start=1):
             future.result()
             self._report()
-            if self._activity == COMPILING and index % TRIM_EVERY == 0:
+            if self._activity != LOADING and index % TRIM_EVERY == 0:
                 trim_heap()
         for task in self._tasks.values():
             if not task.future.result():  # an executable that could not be loaded
@@ -137,7 +138,8 @@ class Compiler:
 
     def save(self) -> None:
         """Save an index of the executables in JAX's cache for the next start. Nothing may be compiling."""
-        self._saved.write()
+        if keeps_executables():
+            self._saved.write()
 
     def submit(self, function: Callable[..., bool], *arguments: Any) -> Future[bool]:
         """Start a function in a thread of this compiler."""
@@ -153,7 +155,7 @@ class Compiler:
             program.results[key] = results
             future = self.submit(self._load, program, key, name, arguments, mesh, same)
         else:
-            self._activity = COMPILING
+            self._activity = COMPILING if keeps_executables() else COMPILING_UNKEPT
             # Lowered here, not in the threads: lowering is Python, so threads would not be faster but would have a
             # random order. Mosaic numbers GPU kernels in the order of lowering, so that a later start would not find
             # them in the persistent cache.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, Protocol, TextIO
 
-from jaxserve.core.progress import COMPILING, DOWNLOADING, Progress
+from jaxserve.core.progress import COMPILING, COMPILING_UNKEPT, DOWNLOADING, Progress
 
 LINE_INTERVAL_S = 10.0  # between two lines of a bar, where the output is neither a terminal nor a notebook
 NOTEBOOK_DELAY_S, NOTEBOOK_INTERVAL_S = 0.5, 0.2  # before a notebook shows a bar, and between two changes of it
@@ -166,10 +166,8 @@ def start_progress(
         yield report
         bar.update(doing, 0, None, "")
         if compiling.programs:
-            bar.conclusion = (
-                f"compiled {compiling.programs} programs in {compiling.seconds:.0f} s; the next start of this model "
-                "with these options loads them"
-            )
+            kept = "" if compiling.unkept else "; the next start of this model with these options loads them"
+            bar.conclusion = f"compiled {compiling.programs} programs in {compiling.seconds:.0f} s{kept}"
 
 
 def amount(number: int, unit: str) -> str:
@@ -190,6 +188,7 @@ class _Compiling:
         self._began: float | None = None
         self._earlier = self._latest = 0  # programs of compilers that have ended, and of the present one
         self.seconds = 0.0
+        self.unkept = False  # there is no folder in which later starts would find them
 
     @property
     def programs(self) -> int:
@@ -197,8 +196,9 @@ class _Compiling:
 
     def note(self, activity: str, done: int) -> None:
         """Take note of one progress report."""
-        if activity != COMPILING:
+        if activity not in (COMPILING, COMPILING_UNKEPT):
             return
+        self.unkept = activity == COMPILING_UNKEPT
         if done < self._latest:
             self._earlier += self._latest
         self._latest = done

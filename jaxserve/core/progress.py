@@ -9,6 +9,7 @@ return at once."""
 READING, QUANTISING = "reading weights", "quantising weights"
 DOWNLOADING = "downloading"  # what it is follows; the items are bytes
 LOADING, COMPILING = "loading compiled programs", "compiling programs"
+COMPILING_UNKEPT = "compiling programs that cannot be kept"  # for want of a folder
 
 
 def ignore_progress(doing: str, done: int, total: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from jaxserve.console.progress import ProgressBar, phases, progress_bar, start_progress
-from jaxserve.core.progress import COMPILING, LOADING, QUANTISING, READING
+from jaxserve.core.progress import COMPILING, COMPILING_UNKEPT, LOADING, QUANTISING, READING
 
 
 def seconds() -> Callable[[], float]:
@@ -132,6 +132,14 @@ def test_start_counts_programs_of_all_compilers(written: Written) -> None:
                 progress(COMPILING, done, total)
     assert "compiled 5 programs in" in written.getvalue()
     assert "next start" in written.getvalue()
+
+
+def test_start_without_a_cache_promises_nothing(written: Written) -> None:
+    with start_progress(clock=seconds()) as progress:
+        for done in range(3):
+            progress(COMPILING_UNKEPT, done, 2)
+    assert "compiled 2 programs in" in written.getvalue()
+    assert "next start" not in written.getvalue()
 
 
 def test_start_that_finds_all_compiled_says_nothing(written: Written) -> None:

@@ -38,6 +38,8 @@ KERNELS_OF = {
 }
 log = logging.getLogger(__name__)
 
+WHAT_HELPS = "give a folder with XDG_CACHE_HOME, or install a wheel that has the kernels"
+
 # Variants of the product, fastest first.
 VARIANTS = ("amxint8", "amx", "vnni", "avx512bf16", "avx512", "avx2few", "avx2", "portable")
 
@@ -107,21 +109,29 @@ def _library() -> Path | None:
     try:
         cache = cache_folder()
     except RuntimeError as error:
-        log.warning("no folder for native CPU kernels, using the slower plain XLA: %s", error)
+        log.warning("no folder for native CPU kernels, using the slower plain XLA: %s (%s)", error, WHAT_HELPS)
         return None
     if found := built(cache):
         return found
     if devices()[0].platform != "cpu":
         return None
     if shutil.which(compiler()[0]) is None:
-        log.warning("no C++ compiler (%s) for the native CPU kernels, using the slower plain XLA", compiler()[0])
+        log.warning(
+            "no C++ compiler (%s) for the native CPU kernels, using the slower plain XLA (CXX names one)",
+            compiler()[0],
+        )
         return None
     log.warning("compiling native CPU kernels into %s, once: it takes one to two minutes on two processors", cache)
     try:
         return build(cache)
     except FAILURES as error:
-        log.warning("native CPU kernels not built, using the slower plain XLA: %s", error)
+        log.warning("native CPU kernels not built, using the slower plain XLA: %s (%s)", error, _what_helps(error))
         return None
+
+
+def _what_helps(error: Exception) -> str:
+    """Return what to change so that the library can be compiled, by what kept it from that."""
+    return WHAT_HELPS if isinstance(error, OSError) and error.filename else "CXX names another compiler"
 
 
 def variants(bits: int = 16) -> tuple[str, ...]:
