@@ -102,11 +102,10 @@ class Speller:
         other = self._others[key]
         if other.same and other.same in self._flags:
             flag = self._flags[other.same]
+            on = BOOLEANS.get((value or "true").lower(), True) != negated
             if other.value is not None:
-                on = BOOLEANS.get((value or "true").lower(), True) != negated
-                return [[flag, str(other.value)]] if on else []
+                return self._own_option(flag, str(other.value), rest) if on else []
             if self._own[flag].is_flag:
-                on = BOOLEANS.get((value or "true").lower(), True) != negated
                 return self._own_option(flag, str(on), rest)
             return self._own_option(flag, value, rest)
         follows = rest and (not rest[0].startswith("-") or NEGATIVE_NUMBER.fullmatch(rest[0]))

@@ -32,7 +32,7 @@ _RENAMED = same(
     torch_dtype="dtype",
 )
 
-_MODEL: Mapping[str, OtherName] = {
+_MODEL = {
     **use(OWN_FORMAT, "quantization", "quantization_config", "quantization_param_path", "load_in_8bit", "load_in_4bit"),
     **use(OWN_FORMAT, "allow_deprecated_quantization"),
     **use("use `max_model_len`", "max_length", "max_seq_len", "context_length", "n_ctx"),
@@ -68,7 +68,7 @@ _MODEL: Mapping[str, OtherName] = {
     **ignored(TEXT_ONLY, "language_model_only", "interleave_mm_strings", "disable_chunked_mm_input"),
 }
 
-_MEMORY: Mapping[str, OtherName] = {
+_MEMORY = {
     **use("use `memory_gb`, the budget of everything in GB, or `kv_pages`", "kv_cache_memory_bytes", "memory"),
     **use("use `kv_cache_dtype`", "kv_cache_precision", "kv_cache_dtype_skip_layers"),
     **use("KV pages stay on the device", "kv_offloading_size", "kv_transfer_config", "kv_events_config", neutral=(0,)),
@@ -81,7 +81,7 @@ _MEMORY: Mapping[str, OtherName] = {
     **ignored("models have attention alone", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_block_size"),
 }
 
-_SCHEDULING: Mapping[str, OtherName] = {
+_SCHEDULING = {
     **use(NO_SPECULATION, "speculative_config", "speculative_model", "num_speculative_tokens"),
     **use(NO_SPECULATION, "spec_method", "spec_model", "spec_tokens"),
     **use("prompts are always computed in chunks", "enable_chunked_prefill", neutral=(True,)),
@@ -95,7 +95,7 @@ _SCHEDULING: Mapping[str, OtherName] = {
     **use("use `policy`", "scheduler_cls"),
 }
 
-_DEVICES: Mapping[str, OtherName] = {
+_DEVICES = {
     **use(ONE_PROCESS, "nnodes", "prefill_context_parallel_size", "decode_context_parallel_size", neutral=(1,)),
     **use(ONE_PROCESS, "node_rank", "data_parallel_rank", "data_parallel_start_rank", neutral=(0,)),
     **use(ONE_PROCESS, "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port", "device_ids"),
@@ -107,7 +107,7 @@ _DEVICES: Mapping[str, OtherName] = {
     **ignored(ONE_ENGINE, "eplb_config", "all2all_backend", "enable_dbo", "ubatch_size", "numa_bind"),
 }
 
-_KERNELS: Mapping[str, OtherName] = {
+_KERNELS = {
     **ignored(COMPILED, "enforce_eager", "max_seq_len_to_capture", "compilation_config", "cuda_graph_sizes"),
     **ignored(COMPILED, "cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level"),
     **ignored("kernels are chosen by `kernel_backend`", "attention_backend", "attention_config", "kernel_config"),
@@ -116,7 +116,7 @@ _KERNELS: Mapping[str, OtherName] = {
     **ignored(ONE_ENGINE, "guided_decoding_backend", "structured_outputs_config", "tokenizer_mode", "config_format"),
 }
 
-_RECORDS: Mapping[str, OtherName] = {
+_RECORDS = {
     **ignored("no statistics are logged", "disable_log_stats", "disable_log_requests", "enable_log_requests"),
     **ignored("no statistics are logged", "enable_logging_iteration_details", "max_log_len"),
     **ignored("use Python's logging of jaxserve", "log_level", "logging_config", "log_config_file"),
@@ -126,7 +126,7 @@ _RECORDS: Mapping[str, OtherName] = {
     **ignored("closing ends all requests", "shutdown_timeout"),
 }
 
-_FORMER: Mapping[str, OtherName] = {
+_FORMER = {
     **use(NO_LORA, "enable_lora_bias", "qlora_adapter_name_or_path", "lora_extra_vocab_size", neutral=(False, 0, "")),
     **use("there are no prompt adapters", "enable_prompt_adapter", "max_prompt_adapters", "max_prompt_adapter_token"),
     **use(NO_SPECULATION, "speculative_model_quantization", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min"),
@@ -153,14 +153,15 @@ _SGLANG: Mapping[str, OtherName] = {
     **use("use `memory_gb`, or `gpu_memory_utilization` on a GPU", "mem_fraction_static"),
     **use("use `max_num_batched_tokens`, which counts decoded tokens too", "chunked_prefill_size"),
     **use("use `kv_pages`, times `page_size` tokens", "max_total_tokens"),
-    **use("turn `prefix_caching` off", "disable_radix_cache"),
+    **sets("prefix_caching", False, "disable_radix_cache"),
+    **sets("overlap", False, "disable_overlap_schedule"),
     **use("experts are split over devices like all weights: use `tp`", "ep_size", neutral=(1,)),
     **use(NO_SPECULATION, "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps"),
     **use(NO_LORA, "lora_paths"),
     **ignored("requests with a smaller priority are served first", "schedule_policy", "schedule_conservativeness"),
     **ignored("kernels are chosen by `kernel_backend`", "sampling_backend", "prefill_attention_backend"),
     **ignored("kernels are chosen by `kernel_backend`", "decode_attention_backend"),
-    **ignored(ONE_ENGINE, "grammar_backend", "watchdog_timeout", "enable_mixed_chunk", "disable_overlap_schedule"),
+    **ignored(ONE_ENGINE, "grammar_backend", "watchdog_timeout", "enable_mixed_chunk"),
     **ignored(COMPILED, "disable_cuda_graph", "cuda_graph_max_bs", "cuda_graph_bs", "enable_torch_compile"),
 }
 
@@ -179,18 +180,8 @@ _LLAMA_CPP: Mapping[str, OtherName] = {
     **ignored("it is always so", "jinja", "cont_batching"),
 }
 
-ENGINE: Mapping[str, OtherName] = {
-    **_LLAMA_CPP,
-    **_SGLANG,
-    **_FORMER,
-    **_RENAMED,
-    **_MODEL,
-    **_MEMORY,
-    **_SCHEDULING,
-    **_DEVICES,
-    **_KERNELS,
-    **_RECORDS,
-}
+_VLLM = _RENAMED | _MODEL | _MEMORY | _SCHEDULING | _DEVICES | _KERNELS | _RECORDS | _FORMER
+ENGINE: Mapping[str, OtherName] = {**_VLLM, **_SGLANG, **_LLAMA_CPP, **_VLLM}  # vLLM first, and with precedence
 
 ALWAYS = (True, False)
 _SERVER: Mapping[str, OtherName] = {
@@ -199,6 +190,8 @@ _SERVER: Mapping[str, OtherName] = {
     **use("it is always so", "enable_auto_tool_choice", "enable_server_load_tracking", neutral=ALWAYS),
     **use("it is always so", "enable_prompt_tokens_details", "enable_request_id_headers", neutral=ALWAYS),
     **use("it is always so", "exclude_tools_when_tool_choice_none", "enable_metrics", "metrics", neutral=ALWAYS),
+    **use("it is always so", "enable_ssl_refresh", neutral=ALWAYS),
+    **use("they are those of Python's ssl module", "ssl_ciphers"),
     **use("it is always so", "enable_offline_docs", "embedding", "embeddings", "allow_credentials", neutral=ALWAYS),
     **use("content is given to the template as text", "chat_template_content_format", neutral=("auto", "string")),
     **use("the role is always assistant", "response_role", neutral=("assistant",)),
@@ -227,6 +220,7 @@ _SERVER: Mapping[str, OtherName] = {
     **use("any model generates, chats and embeds", "task", "runner", "convert", neutral=("auto", "generate", "none")),
     **use("requests give their sampling parameters", "logits_processors", "logits_processor_pattern"),
     **use("stop the server, and start it again", "enable_sleep_mode"),
+    **use("set the environment variable HF_TOKEN, which other users of the machine cannot see", "hf_token"),
 }
 
 COMMAND_LINE: Mapping[str, OtherName] = {**ENGINE, **_SERVER}

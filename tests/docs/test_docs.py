@@ -13,6 +13,7 @@ import typer
 
 from jaxserve import SamplingParams
 from jaxserve.cli.main import app
+from jaxserve.core.vllm_options import COMMAND_LINE
 from jaxserve.parsing.registry import REASONING_PARSERS, TOOL_PARSERS
 from jaxserve.server.schemas import harmless, unsupported
 from jaxserve.telemetry import EngineMetrics, HttpFigures
@@ -141,28 +142,9 @@ def known_options(command: click.Command) -> set[str]:
     return known.union(*map(known_options, getattr(command, "commands", {}).values()))
 
 
-# Options of other programs: vllm serve, hf download, rsync, curl, pip.
+# Options of other programs: hf download, rsync, curl, pip, and of other engines.
 FOREIGN_OPTIONS = {
-    "--revision",
-    "--download-dir",
-    "--tensor-parallel-size",
-    "--pipeline-parallel-size",
-    "--data-parallel-size",
-    "--block-size",
-    "--gpu-memory-utilization",
-    "--num-gpu-blocks-override",
-    "--quantization",
-    "--enable-prefix-caching",
-    "--enable-chunked-prefill",
-    "--scheduling-policy",
-    "--allowed-origins",
-    "--uvicorn-log-level",
-    "--disable-log-requests",
-    "--disable-log-stats",
-    "--otlp-traces-endpoint",
-    "--enable-server-load-tracking",
-    "--trust-remote-code",
-    "--enable-auto-tool-choice",
+    *(f"--{name.replace('_', '-')}" for name in (*COMMAND_LINE, "no_enable_prefix_caching")),
     "--local-dir",
     "--unix-socket",
     "--inplace",
