@@ -18,6 +18,8 @@ from jaxserve.hub.names import HubName
 
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 FULL = (errno.ENOSPC, errno.EDQUOT)
+# Packages whose errors are of connections, or of answers that no hub would give.
+NETWORK = ("huggingface_hub", "httpx2", "httpcore2", "httpx", "httpcore", "requests", "urllib3", "json")
 OTHER_FOLDER = "choose another folder with --download-dir or HF_HOME"
 
 
@@ -26,7 +28,7 @@ class Unreachable(CheckpointError):
 
 
 def explained(error: Exception, name: HubName, cache: Path) -> JaxserveError:
-    """Return the error to raise for one of the hub's client, or of a file."""
+    """Return the error to raise for one of the hub's client, or of a file. Raise any other error as it is."""
     hub = constants.ENDPOINT
     page = f"{hub}/{name.id}"
     if isinstance(error, JaxserveError):
@@ -54,7 +56,9 @@ def explained(error: Exception, name: HubName, cache: Path) -> JaxserveError:
         return ConfigError(f"the disk is full: {cache} has no room for {name.id}: {OTHER_FOLDER}")
     if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
         return ConfigError(f"cannot write into {cache}: {error.strerror}: {OTHER_FOLDER}")
-    return Unreachable(f"{hub} cannot be reached ({_cause(error)})")
+    if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in NETWORK:
+        return Unreachable(f"{hub} cannot be reached ({_cause(error)})")
+    raise error
 
 
 def _cause(error: BaseException) -> str:

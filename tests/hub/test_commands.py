@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
 from jaxserve.cli.main import app
@@ -132,6 +133,39 @@ def test_removal_of_an_unknown_revision_names_the_known_ones(several):
     done = run("models", "remove", "org/single@v9", "--yes", status=1)
     assert "which has the revisions" in done.output
     assert "v1" in done.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "text", "--model"],
+        ["chat", "--model"],
+        ["quantize"],
+        ["profile"],
+        ["run-batch", "-i", "batch.jsonl", "-o", "answers.jsonl"],
+        ["bench", "latency", "--model"],
+        ["bench", "throughput", "--model"],
+        ["bench", "startup", "--model"],
+        ["generate", "text", "--tokenizer"],
+        ["sim", "--hardware", "h100", "--model"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_every_command_looks_a_name_up(hub, monkeypatch, tmp_path, arguments):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    request = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
+    (tmp_path / "batch.jsonl").write_text(json.dumps(request))
+    shown = run(*arguments, "org/nothing", status=1).output
+    assert "org/nothing: no such directory, and not in the cache" in shown
+    assert "`jaxserve pull org/nothing`" in shown
+
+
+def test_path_is_never_looked_up(hub, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["quantize"], ["bench", "latency", "--model"], ["generate", "text", "--model"]):
+        assert "no such directory. A model is a folder" in run(*arguments, "./org/name", status=1).output
+    assert not hub.seen
 
 
 def test_simulator_needs_the_configuration_alone(hub):

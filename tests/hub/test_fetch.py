@@ -190,6 +190,17 @@ def test_interrupted_update_leaves_the_older_commit_in_use(hub):
     assert fetch(NAME).commit == old
 
 
+def test_cached_model_does_not_import_the_hubs_client(hub, tmp_path):
+    folder = fetch(NAME).folder
+    code = (
+        "from jaxserve.hub import HubName, fetch; print(fetch(HubName('org/name')).folder)\n"
+        "import sys; assert not {'httpx', 'httpx2', 'requests', 'huggingface_hub.hf_api'} & sys.modules.keys()"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment(hub.url, tmp_path / "home"), capture_output=True, text=True)
+    assert done.stdout == f"{folder}\n", done.stderr
+
+
 # -- revisions and access
 
 
@@ -284,7 +295,8 @@ def test_two_processes_download_each_file_once(hub, tmp_path):
 def fetching(hub, tmp_path: Path) -> subprocess.Popen:
     code = (
         "from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 1 << 16\n"
-        "from jaxserve.hub import HubName, fetch; fetch(HubName('org/name'))"
+        "from jaxserve.hub import HubName, fetch; fetch(HubName('org/name'))\n"
+        "import sys; assert not {'pydantic', 'fastapi', 'starlette', 'jax'} & sys.modules.keys()"
     )
     return subprocess.Popen([sys.executable, "-c", code], env=environment(hub.url, tmp_path / "home"))
 
@@ -336,6 +348,17 @@ def test_disk_that_fills_up_during_the_download(hub, monkeypatch):
 
     monkeypatch.setattr(transfer._Output, "write", write)
     refused("the disk is full: .* --download-dir or HF_HOME", kind=ConfigError)
+
+
+def test_error_of_the_program_is_not_blamed_on_the_network(hub, monkeypatch):
+    monkeypatch.setattr(transfer, "download_small", lambda: None)
+    with pytest.raises(TypeError):
+        fetch(NAME)
+
+
+def test_answer_that_is_no_hubs(hub, monkeypatch):
+    monkeypatch.setattr("tests.support.hub.Handler.describe", lambda self, rest: self.send_contents("page", b"<html>"))
+    refused("cannot be reached")
 
 
 def test_cache_that_cannot_be_written_to(tmp_path):
