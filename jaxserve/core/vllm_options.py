@@ -187,6 +187,7 @@ ALWAYS = (True, False)
 _SERVER: Mapping[str, OtherName] = {
     **sets("log_interval", 0, "disable_log_stats"),
     **same(model="model", uvicorn_log_level="log_level", allowed_origins="cors_origins", alias="served_model_names"),
+    **same(ssl_key_file="ssl_keyfile", ssl_cert_file="ssl_certfile"),
     **use("it is always so", "enable_auto_tool_choice", "enable_server_load_tracking", neutral=ALWAYS),
     **use("it is always so", "enable_prompt_tokens_details", "enable_request_id_headers", neutral=ALWAYS),
     **use("it is always so", "exclude_tools_when_tool_choice_none", "enable_metrics", "metrics", neutral=ALWAYS),
@@ -214,7 +215,9 @@ _SERVER: Mapping[str, OtherName] = {
     **ignored("it is not part of this server", "disable_fastapi_docs", "enable_tokenizer_info_endpoint", "webui"),
     **ignored("it is not part of this server", "cohere_is_reasoning_model", "cohere_format", "slots"),
     **ignored("it is not part of this server", "fingerprint_mode", "fingerprint_value", "enable_per_request_metrics"),
-    **use("use `access_log`, which leaves probes out", "disable_access_log_for_endpoints"),
+    **ignored("`access_log` leaves probes out", "disable_access_log_for_endpoints"),
+    **use("it is always so", "enable_ssl_refresh", neutral=ALWAYS),
+    **use("TLS 1.2 and 1.3 have the ciphers of OpenSSL's defaults", "ssl_ciphers"),
     **use("use `precision`, and any model for embeddings", "is_embedding"),
     # Options of engines, with what to do instead on a command line.
     **use("any model generates, chats and embeds", "task", "runner", "convert", neutral=("auto", "generate", "none")),

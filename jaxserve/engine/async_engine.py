@@ -138,6 +138,10 @@ class AsyncEngine:
     def check_health(self) -> None:
         self._instances.check_health()
 
+    def reset_prefix_cache(self) -> None:
+        for steps in self.loops.values():
+            steps.call(steps.core.reset_prefix_cache)
+
     def count_rejection(self, reason: str) -> None:
         self.metrics.rejected(reason)
 

@@ -236,6 +236,13 @@ class EngineClient(Protocol):
         """Raise `EngineFailed` if the step loop is dead, or has work and made no progress for too long."""
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all prompts in the prefix cache before the next step: requests from now on find none of them.
+
+        Running requests keep their pages, which others cannot find any more.
+        """
+        ...
+
     def count_rejection(self, reason: str) -> None:
         """Count a request in the metrics that was refused before it reached the engine, e.g. as "invalid"."""
         ...

@@ -276,6 +276,10 @@ class EngineCore:
         self._take_snapshot(now)
         return failed
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prompts. Call between two steps."""
+        self.scheduler.pages.clear_cache()
+
     def close(self) -> None:
         """Let the snapshot show the totals of an instance that has ended, and nothing else."""
         self._counters.close()

@@ -15,6 +15,7 @@ from jaxserve.server.routes import (
     completions,
     dashboard,
     embeddings,
+    invocations,
     messages,
     models,
     operations,
@@ -31,7 +32,7 @@ from jaxserve.server.state import ServerState
 # What pages of other origins may read of a response, besides the headers that browsers always show.
 EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "www-authenticate", "accept-encoding", HEADER)
 GENERATION = (chat.router, responses.router, responses.json_router, completions.router, messages.router)
-OTHERS = (embeddings, scoring, models, tokenization, operations, admin, dashboard, pages)
+OTHERS = (embeddings, scoring, models, tokenization, invocations, operations, admin, dashboard, pages)
 ROUTERS = (*GENERATION, *(module.router for module in OTHERS), admin.json_router)
 JSON_ROUTES = tuple(
     route for router in ROUTERS for route in router.routes if isinstance(route, JsonRoute) and "POST" in route.methods

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxserve.engine.client import EngineClient
 from jaxserve.telemetry import KVCapacity, Snapshot
 
-API = "/v1/"
+API = ("/v1/", "/invocations")  # beginnings of paths
 
 
 class InFlight:

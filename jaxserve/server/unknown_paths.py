@@ -48,7 +48,6 @@ FOREIGN: Mapping[str, Foreign] = {
     **_paths("vLLM's API", EMBEDDINGS, "/pooling"),
     **_paths("vLLM's API", "", "/classify", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     **_paths("vLLM's API", "/metrics", "/load"),
-    **_paths("SageMaker's API", CHAT, "/invocations"),
     **_paths("Cohere's API", CHAT, "/v1/chat", "/v2/chat"),
     **_paths("Cohere's API", COMPLETIONS, "/v1/generate"),
     **_paths("Cohere's API", EMBEDDINGS, "/v1/embed", "/v2/embed"),

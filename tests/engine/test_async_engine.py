@@ -278,3 +278,27 @@ def test_async_llm_streams_and_embeds(tiny_model: Path, reference: Reference) ->
             assert (await llm.embed(p)).shape == (64,)
 
     asyncio.run(main())
+
+
+def test_reset_of_the_prefix_cache_lets_running_requests_go_on(engine: AsyncEngine, reference: Reference) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    again = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+    async def cached(p: TokensPrompt) -> int:
+        return [output.num_cached_tokens async for output in engine.generate(p, again)][-1]
+
+    async def main() -> None:
+        p = prompt(1, 100)
+        running = engine.generate(p, greedy)
+        tokens = list((await anext(running)).outputs[0].token_ids)
+        before = await cached(p)
+        assert before > 0
+        engine.reset_prefix_cache()
+        assert await cached(p) == 0
+        assert await cached(p) == before  # it is cached again
+        async for output in running:
+            tokens += output.outputs[0].token_ids
+        assert tuple(tokens) == reference.greedy(list(p.token_ids), 40)
+        await settled(engine)
+
+    asyncio.run(main())

@@ -68,6 +68,7 @@ class FakeClient:
         )
         self.active: set[str] = set()
         self.aborted: list[str] = []
+        self.resets = 0  # of the prefix cache
         self.seen: list[tuple[TokensPrompt, SamplingParams, int, str]] = []
         self.draining = self.stopped = False
         self._stop = asyncio.Event()
@@ -135,6 +136,9 @@ class FakeClient:
     def check_health(self) -> None:
         if not self.healthy:
             raise EngineFailed("no step has ended for 120 s although there is work")
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
 
     def count_rejection(self, reason: str) -> None:
         self._metrics.rejected(reason)

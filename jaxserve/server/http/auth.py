@@ -7,6 +7,7 @@ from starlette.types import Scope
 
 PROBES = frozenset({"/health", "/ready", "/ping", "/live", "/metrics"})
 ADMIN = "/admin"
+RESET_PREFIX_CACHE = "/reset_prefix_cache"
 HOME = "/"
 DOCS = "/docs"
 PAGES = "/pages"
@@ -18,8 +19,8 @@ KEY_HEADERS = (b"authorization", b"api-key", b"x-api-key")
 
 
 def is_for_operators(path: str) -> bool:
-    """Return whether a path shows or changes the engine's plan, and so needs the admin key."""
-    return path in (ADMIN, DASHBOARD_EVENTS) or path.startswith(f"{ADMIN}/")
+    """Return whether a path shows or changes the engine's state, and so needs the admin key."""
+    return path in (ADMIN, DASHBOARD_EVENTS, RESET_PREFIX_CACHE) or path.startswith(f"{ADMIN}/")
 
 
 def is_public(path: str) -> bool:

@@ -97,7 +97,7 @@ class BodyLimit:
                 await ErrorResponse(error)(scope, receive, send)
                 return
             if body is not None:
-                await self.app(scope, _replay(body, receive), send)
+                await self.app(scope, replay(body, receive), send)
         finally:
             held.release()
 
@@ -148,18 +148,18 @@ def _encoding(scope: Scope) -> str | None:
     raise HTTPException(415, message, {"accept-encoding": "gzip, deflate", **CLOSE})
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def replay(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that gives the whole body first, and then later messages, such as the disconnect."""
     given = False
 
-    async def replay() -> Message:
+    async def replayed() -> Message:
         nonlocal given
         if given:
             return await receive()
         given = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return replay
+    return replayed
 
 
 async def _wrong_admin_key(scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
+from jaxserve.engine.client import ModelInfo
 from jaxserve.server.http.body import parse_body
 from jaxserve.server.http.offload import off_loop
 from jaxserve.server.schemas.body import IGNORE_UNKNOWN
@@ -50,14 +51,14 @@ class JsonRoute(APIRoute):
             info, settings = server.client().info, server.settings
             left_out = LeftOut() if settings.replace_unsupported else None
             context = {IGNORE_UNKNOWN: settings.ignore_unknown_fields, LEFT_OUT: left_out}
-            max_token_items = info.vocab_size + max(info.max_model_len, info.max_queued_tokens)
+            limit = max_token_items(info)
             request = ParsedRequest(request.scope, request.receive)
             if (body := await request.body()) and self.body_field is not None:
                 model, large = self.body_field.field_info.annotation, len(body) > MAX_INLINE_BODY
                 if large:
-                    request.parsed = await off_loop(_read, model, body, max_token_items, context)
+                    request.parsed = await off_loop(_read, model, body, limit, context)
                 else:
-                    request.parsed = _read(model, body, max_token_items, context)
+                    request.parsed = _read(model, body, limit, context)
             response = await handler(request)
             if left_out:
                 logger.info("left out of a request what the model cannot read: %s", left_out)
@@ -65,6 +66,11 @@ class JsonRoute(APIRoute):
             return response
 
         return strict
+
+
+def max_token_items(info: ModelInfo) -> int:
+    """Return how many items that stand for tokens a body may have."""
+    return info.vocab_size + max(info.max_model_len, info.max_queued_tokens)
 
 
 def _read(model: type[BaseModel], body: bytes, max_token_items: int, context: Mapping[str, Any]) -> BaseModel:

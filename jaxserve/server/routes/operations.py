@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from jaxserve._version import __version__
 from jaxserve.server.errors import json_response
+from jaxserve.server.http.auth import RESET_PREFIX_CACHE
 from jaxserve.server.load import load_of
 from jaxserve.server.state import Condition, State
 from jaxserve.telemetry import exposition
@@ -56,6 +57,13 @@ async def metrics(request: Request, state: State) -> Response:
     return Response(
         await asyncio.to_thread(page), media_type=OPENMETRICS_TYPE if openmetrics else CONTENT_TYPE, headers=headers
     )
+
+
+@router.post(RESET_PREFIX_CACHE)
+async def reset_prefix_cache(state: State) -> Response:
+    """Forget all prompts in the prefix cache, for operators. Running requests go on with the pages that they have."""
+    state.client().reset_prefix_cache()
+    return json_response({"status": "ok"})
 
 
 @router.get("/load")
