@@ -205,15 +205,17 @@ def _print_ready(urls: Sequence[str], client: "EngineClient", settings: ServerSe
     """Print that the server is ready, where, and a `curl` command to try it with."""
     name = (settings.served_model_names or (client.info.name,))[0]
     ready = f"jaxserve is ready: {name} at {' and '.join(urls)} ({client.info.max_model_len} tokens of context)"
+    defaults = f"defaults of requests (--generation-config): {_sampling_defaults(client)}"
     if settings.log_format == "json":
         logger.info(ready)
+        logger.info(defaults)
         return
     curl, url = _curl(urls[0], settings)
     body = json.dumps({"model": name, "prompt": _example_prompt(client), "max_tokens": 64, "temperature": 0})
     key = ' -H "authorization: Bearer $JAXSERVE_API_KEY"' if settings.api_keys else ""
     print(ready)
     print(f"{curl} {url}/v1/completions -H 'content-type: application/json'{key} -d '{body}'", flush=True)
-    print(f"defaults of requests (--generation-config): {_sampling_defaults(client)}")
+    print(defaults)
     if settings.template_defaults:
         print(f"defaults of the chat template: {json.dumps(dict(settings.template_defaults), ensure_ascii=False)}")
     if settings.uds is None:

@@ -182,5 +182,5 @@ def test_server_in_json_writes_nothing_else(capsys, lines, monkeypatch):
     monkeypatch.setattr(logging.getLogger("jaxserve"), "level", logging.INFO)
     _print_ready(["http://127.0.0.1:1"], FakeClient(), ServerSettings(log_format="json"))
     assert capsys.readouterr().out == ""
-    assert lines()[-1]["message"].startswith("jaxserve is ready: fake at http://127.0.0.1:1 (")
+    assert lines()[0]["message"].startswith("jaxserve is ready: fake at http://127.0.0.1:1 (")
     assert logs.ACCESS == "uvicorn.access"
