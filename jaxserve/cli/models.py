@@ -49,7 +49,7 @@ def pull(
 
     configure_logging("warning")
     for name in [_parse_name(model) for model in models]:
-        with start_progress() as progress:
+        with start_progress(doing=f"asking for {name}") as progress:
             found = fetch(name, download_dir=download_dir, check=check_supported, progress=progress, latest=True)
         size = amount(sum(file.stat().st_size for file in found.folder.rglob("*") if file.is_file()), "B")
         licence = found.license or "unknown"

@@ -163,7 +163,7 @@ class _Transfer:
                 except _Stopped:
                     raise
                 except Exception as error:
-                    if isinstance(error, HfHubHTTPError) or _is_final(error):
+                    if _is_final(error):
                         raise
                     fruitless = 0 if stored.tell() > before else fruitless + 1
                     if fruitless == MAX_FRUITLESS or self._stop.wait(PAUSE_S):
@@ -171,7 +171,9 @@ class _Transfer:
 
 
 def _is_final(error: Exception) -> bool:
-    """Return whether an error is of the file, as of a full disk or a wrong size, and not of the connection."""
+    """Return whether another attempt would fail too: access is refused, the disk is full, or the size is wrong."""
+    if isinstance(error, HfHubHTTPError):
+        return bool(error.response.status_code < 500)
     return type(error) is OSError or getattr(error, "errno", None) is not None
 
 
