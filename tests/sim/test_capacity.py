@@ -49,10 +49,13 @@ def machines(tmp_path: Path) -> dict[str, str]:
     return {name: str(tmp_path / f"{name}.yaml") for name in ("large", "small")}
 
 
-def answer_of(hardware: str, *goodput: str, rate: float = 12.0, base: ClusterOptions = BASE, **options):
+def answer_of(
+    hardware: str, *goodput: str, rate: float = 12.0, requests: int = 100, base: ClusterOptions = BASE, **options
+):
     options = {"policies": "static", "precisions": "auto", "jobs": 1} | options
     search = PlanOptions(goodput=list(goodput), hardware=hardware, **options)
-    return make_answer(search, base, LOAD, ArrivalOptions(request_rate=rate), TraceOptions(), ignore_progress)
+    load = LOAD | {"num_prompts": requests}
+    return make_answer(search, base, load, ArrivalOptions(request_rate=rate), TraceOptions(), ignore_progress)
 
 
 def search_of(hardware: str, objectives: str, *, rate: float = 12.0, until: float = math.inf, **more) -> Search:
@@ -157,11 +160,13 @@ def test_the_margin_is_the_rate_up_to_which_the_objectives_hold(machines) -> Non
     assert plan.limit
 
 
+def test_stages_are_considered_where_a_degree_alone_does_not_fit(machines) -> None:
+    candidates = search_of(machines["small"], "ttft:2000").candidates
+    found = [each.candidate for each in candidates.on(machines["small"], 8) if isinstance(each, Fitting)]
+    assert [(each.tp, each.pp) for each in found] == [(1, 2), (2, 1)]
+
+
 def test_a_model_that_does_not_fit_is_rejected_without_simulating(machines) -> None:
-    found = search_hardware(search_of(machines["small"], "ttft:2000"), machines["small"], 1.0)
-    alone = [each for each in found.rejections if ", tp 1, full" in each.what]
-    assert not alone  # two stages hold it where one device does not
-    assert {plan.candidate.devices for plan in found.plans} == {2}
     tiny = replace(SMALL, memory=1 << 30)
     Path(machines["small"]).write_text(to_yaml(tiny))
     found = search_hardware(search_of(machines["small"], "ttft:2000"), machines["small"], 1.0)
@@ -210,7 +215,9 @@ def test_the_search_ends_with_its_time(machines) -> None:
 
 def test_equal_options_give_equal_plans_with_any_number_of_processes(machines) -> None:
     both = ",".join(machines.values())
-    one, two = (answer_of(both, "ttft:2000 tpot:60", rate=1.0, jobs=jobs, max_devices=2) for jobs in (1, 2))
+    one, two = (
+        answer_of(both, "ttft:2000 tpot:60", rate=1.0, requests=30, jobs=jobs, max_devices=2) for jobs in (1, 2)
+    )
     assert [(plan, plan.evaluation) for plan in one.found.plans] == [(p, p.evaluation) for p in two.found.plans]
     assert one.found.rejections == two.found.rejections
 
@@ -218,7 +225,7 @@ def test_equal_options_give_equal_plans_with_any_number_of_processes(machines) -
 def test_the_cheapest_hardware_comes_first(machines) -> None:
     large, small = machines["large"], machines["small"]
     for price, first in ((f"{large}=1,{small}=0.6", large), (f"{large}=1,{small}=0.4", small)):
-        answer = answer_of(f"{large},{small}", "ttft:2000 tpot:100", rate=1.0, price=price, max_devices=2)
+        answer = answer_of(f"{large},{small}", "ttft:2000 tpot:100", rate=1.0, requests=30, price=price, max_devices=2)
         assert answer.plans[0].candidate.hardware == first
         assert [plan.cost for plan in answer.plans] == sorted(plan.cost for plan in answer.plans)
     with pytest.raises(ConfigError, match="--price has no price for"):
@@ -226,7 +233,9 @@ def test_the_cheapest_hardware_comes_first(machines) -> None:
 
 
 def test_precisions_below_the_floor_of_quality_are_left_out(machines) -> None:
-    answer = answer_of(machines["small"], "ttft:2000 tpot:100", rate=1.0, precisions="auto,int8,int4", max_devices=2)
+    answer = answer_of(
+        machines["small"], "ttft:2000 tpot:100", rate=1.0, requests=30, precisions="auto,int8,int4", max_devices=2
+    )
     assert answer.plans[0].candidate.precision == "int8"  # one device holds the model
     assert any(each.what.startswith("int4") and "--max-quality-loss" in each.reason for each in answer.found.rejections)
     strict = replace(BASE, max_quality_loss=0.0)
@@ -296,7 +305,7 @@ def test_the_question_of_the_manual_is_answered(tmp_path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "simulator.md").read_text().replace("\\\n", "")
     (command,) = re.findall(r"^jaxserve (sim plan --model.*)$", page, re.MULTILINE)
     for old, new in (
-        ("--duration 300", "--duration 20 --max-devices 4 --jobs 1"),
+        ("--duration 300", "--duration 10 --max-devices 4 --jobs 1 --policies static"),
         ("l4=0.8,a100-80=1.8,", ""),
         ("plan.yaml", str(tmp_path / "plan.yaml")),
     ):
