@@ -296,7 +296,13 @@ class TraceOptions:
     ] = None
     duration: Annotated[float, Option("Trace", "With --synthetic: seconds of traffic.")] = 60.0
     rate: Annotated[
-        float | None, Option("Trace", "With --synthetic: mean requests per second.", default="the profile's")
+        float | None,
+        Option(
+            "Trace",
+            "Mean requests per second, of --synthetic; in `sim plan` also of random requests.",
+            default="the profile's",
+            first=True,
+        ),
     ] = None
     window: Annotated[str | None, Option("Trace scaling", "Cut from the trace: start:length in seconds.")] = None
     thin: Annotated[float | None, Option("Trace scaling", "Share of the requests to keep, chosen at random.")] = None

@@ -24,10 +24,15 @@ class PlanOptions:
 
     goodput: Annotated[
         list[str] | None,
-        Option("Objectives", "Limits in ms, such as ttft:2000 tpot:50 e2el:9000, or of a percentile: ttft:p99:4000."),
+        Option(
+            "Objectives",
+            "Limits in ms, such as ttft:2000 tpot:50 e2el:9000, or of a percentile: ttft:p99:4000.",
+            first=True,
+        ),
     ] = None
     percentile: Annotated[
-        float, Option("Objectives", "Percentile of the requests that a limit holds for, unless it names its own.")
+        float,
+        Option("Objectives", "Percentile of the requests that a limit holds for, unless it names its own.", first=True),
     ] = 95.0
     hardware: Annotated[
         str | None,
@@ -35,6 +40,7 @@ class PlanOptions:
             "Candidates",
             "Names in configs/hardware or YAML files, such as h100,l4.",
             default="those with a price, else all products",
+            first=True,
         ),
     ] = None
     price: Annotated[
@@ -43,12 +49,17 @@ class PlanOptions:
             "Candidates",
             "Prices of a device for an hour, such as l4=0.8,h100=3.",
             default="none: plans are ranked by the memory bandwidth of their devices",
+            first=True,
         ),
     ] = None
-    precisions: Annotated[str, Option("Candidates", "Precisions of the weights to consider.")] = "auto,int8,int4"
+    precisions: Annotated[str, Option("Candidates", "Precisions of the weights to consider.", first=True)] = (
+        "auto,int8,int4"
+    )
     policies: Annotated[
         str,
-        Option("Candidates", "Policies to consider, of which those that change layers begin in full precision."),
+        Option(
+            "Candidates", "Policies to consider, of which those that change layers begin in full precision.", first=True
+        ),
     ] = "static,morph"
     max_devices: Annotated[int, Option("Candidates", "Most devices of a plan.", minimum=1)] = 64
     top: Annotated[int, Option("Answer", "Plans to show.", minimum=1)] = 5
@@ -59,7 +70,8 @@ class PlanOptions:
         int | None, Option("Answer", "Processes that simulate.", default="one for each core", minimum=1)
     ] = None
     save_plan: Annotated[
-        Path | None, Option("Answer", "YAML file for `jaxserve serve --config` that starts the cheapest plan.")
+        Path | None,
+        Option("Answer", "YAML file for `jaxserve serve --config` that starts the cheapest plan.", first=True),
     ] = None
     json: Annotated[bool, Option("Answer", "Print the answer as JSON.")] = False
     save_result: Annotated[Path | None, Option("Answer", "File for the answer as JSON.")] = None
@@ -67,11 +79,15 @@ class PlanOptions:
     # -- calibration
     calibrate: Annotated[
         Path | None,
-        Option("Calibration", "Result of `jaxserve bench serve` or `trace` on your machine, to fit its hardware to."),
+        Option(
+            "Calibration",
+            "Result of `jaxserve bench serve` or `trace` on your machine, to fit its hardware to.",
+            first=True,
+        ),
     ] = None
     check: Annotated[
         list[Path] | None,
-        Option("Calibration", "Result of another run, of which the errors are told (repeatable)."),
+        Option("Calibration", "Result of another run, of which the errors are told (repeatable).", first=True),
     ] = None
     serve_args: Annotated[
         str | None,
