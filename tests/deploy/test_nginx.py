@@ -74,8 +74,10 @@ def proxied(tmp_path):
 def test_streams_pass_at_once_and_operators_paths_do_not(proxied):
     with serving(FakeClient(script="ab", delay=30, delay_after=1)) as address, proxied(address.port) as client:
         assert client.get("/health").status_code == 200
-        for path in ("/admin/status", "/dashboard", "/dashboard/events", "/metrics", "/load", "/live"):
+        for path in ("/admin/status", "/dashboard/events", "/reset_prefix_cache", "/metrics", "/load", "/live"):
             assert client.get(path).status_code == 403, path
+        for path in ("/", "/dashboard", "/dashboard/style.css", "/docs"):
+            assert client.get(path, headers={"accept": "text/html"}).status_code == 200, path
         body = {"model": "fake", "prompt": "x", "max_tokens": 2, "stream": True}
         with client.stream("POST", "/v1/completions", json=body, timeout=20) as answer:
             assert answer.status_code == 200
