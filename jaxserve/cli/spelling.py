@@ -172,5 +172,6 @@ def translate_bench(args: Collection[str]) -> list[str]:
         elif found[-2:-1] == ["--goodput"] and OBJECTIVE.fullmatch(argument):
             found.append("--goodput")
         # --dataset-name prefix_repetition is prefix-repetition here.
-        found.append(argument.replace("_", "-") if last in ("--dataset", "--dataset-name") else argument)
+        names_dataset = last.replace("_", "-") in ("--dataset", "--dataset-name")
+        found.append(argument.replace("_", "-") if names_dataset else argument)
     return [*found, CURRENT_FOLDER] if found[-1:] == ["--save-result"] else found
