@@ -46,7 +46,7 @@ class ChatResponse(GenerationResponse[ChatBody]):
 
     def _choice(self, answer: GeneratedAnswer) -> dict[str, Any]:
         parser = self._parser()
-        message = ParsedMessage.of(self._visible(parser.push(answer.whole())))
+        message = ParsedMessage.of(self._visible(parser.whole(answer.whole())))
         self._reasoning_tokens += parser.reasoning_tokens
         choice = {
             "index": answer.index,
@@ -60,8 +60,7 @@ class ChatResponse(GenerationResponse[ChatBody]):
         return choice
 
     def _parser(self) -> AnswerParser:
-        detokenizer = self.client.tokenizer.stream(self.job.params[0].skip_special_tokens)
-        return AnswerParser(self.form, detokenizer)
+        return AnswerParser(self.form, lambda: self.client.tokenizer.stream(self.job.params[0].skip_special_tokens))
 
     def _usage(self, usage: Usage) -> dict[str, object]:
         reasoning = self._reasoning_tokens + sum(sent.parser.reasoning_tokens for sent in self._answers.values())

@@ -1,7 +1,7 @@
 """The tokens of an answer: the text of each of them, and how many belong to the reasoning."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -27,6 +27,12 @@ class TokenTexts:
 
     def split(self, new: CompletionOutput) -> Iterator[tuple[str, list[TokenLogprobs], int]]:
         """Yield (text, log-probabilities, number of tokens) of each piece that is complete."""
+        if len(new.token_ids) == 1 and not self._waiting and self._at == len(self._text):  # nearly all of a stream
+            self._length = len(self.detokenizer.push(new.token_ids))
+            if self._length == len(new.text):
+                self._length = None
+                yield new.text, [*(new.logprobs or ())], 1
+                return
         self._waiting.extend(zip_longest(new.token_ids, new.logprobs or ()))
         self._text, self._at = self.rest + new.text, 0
         while self._waiting and self._at + (length := self._next_length()) <= len(self._text):
@@ -98,13 +104,14 @@ class ReasoningTokens:
 class AnswerParser:
     """Parses an answer while it arrives, and counts the tokens of its reasoning.
 
-    `detokenizer`: as that of `TokenTexts`. It is used only while the answer may be reasoning.
+    `new_detokenizer`: as that of `TokenTexts`. It is used only while the answer may be reasoning.
     """
 
-    def __init__(self, form: AnswerFormat, detokenizer: Detokenizer):
+    def __init__(self, form: AnswerFormat, new_detokenizer: Callable[[], Detokenizer]):
+        self._form, self._new_detokenizer = form, new_detokenizer
         self._parser = form.parser()
         self._reasoning = ReasoningTokens(form.section)
-        self._texts = None if form.section is None else TokenTexts(detokenizer)
+        self._texts = None if form.section is None else TokenTexts(new_detokenizer())
 
     @property
     def reasoning_tokens(self) -> int:
@@ -115,6 +122,32 @@ class AnswerParser:
         """Add new output, and return the events that it completes: all of them if the answer ends with it."""
         events = self._divided(new) if self._texts else self._parser.push(new.text)
         return events + self._parser.finish() if new.finish_reason else events
+
+    def whole(self, answer: CompletionOutput) -> list[Event]:
+        """Return the events of an answer of which nothing has been pushed.
+
+        They and the count are those of `push`, but reasoning with an end tag is not divided at all of its tokens.
+        """
+        section = self._form.section
+        ends = () if section is None else section.ends
+        found = [at + len(tag) for tag in ends if (at := answer.text.find(tag)) >= 0]
+        if not found:
+            return self.push(answer)
+        begun = self._parser.push(answer.text[: min(found)])
+        if not all(isinstance(event, ReasoningDelta) for event in begun):
+            self._parser = self._form.parser()
+            return self.push(answer)
+        self._reasoning.count = self._tokens_of(answer, min(found))
+        return begun + self._parser.push(answer.text[min(found) :]) + self._parser.finish()
+
+    def _tokens_of(self, answer: CompletionOutput, length: int) -> int:
+        """Return the number of the first tokens whose text has at least `length` characters."""
+        detokenizer, at = self._new_detokenizer(), 0
+        for count, token in enumerate(answer.token_ids, 1):
+            at += len(detokenizer.push((token,)))
+            if at >= length:
+                return count
+        return len(answer.token_ids)
 
     def _divided(self, new: CompletionOutput) -> list[Event]:
         assert self._texts is not None
