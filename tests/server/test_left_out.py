@@ -6,12 +6,14 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 from anthropic.types.beta import BetaContentBlockParam
+from hypothesis import given, settings, strategies as st
 from openai.types.chat import ChatCompletionContentPartParam
 from openai.types.responses import ResponseInputItemParam
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
 from jaxserve.server.app import create_app
+from jaxserve.server.schemas.left_out import MEDIA
 from jaxserve.server.schemas.message_blocks import OTHER_BLOCKS, READABLE
 from jaxserve.server.schemas.response_items import PREFIXES, REFERENCE
 from jaxserve.server.settings import ServerSettings
@@ -240,6 +242,14 @@ def test_header_says_what_was_left_out_whole_and_in_streams(server, path, stream
     assert HEADER not in server.http.post(path, json=body | {name: [USER]}).headers
 
 
+def test_log_names_what_is_left_out_once(server, caplog):
+    caplog.set_level("INFO", logger="jaxserve")
+    turn = message("user", {"type": "video_url"}, {"type": "kind_of_this_test"})
+    for _ in range(3):
+        server.ask(CHAT, messages=[turn, turn])
+    assert caplog.text.count("left out are kind_of_this_test, video (--replace-unsupported)") == 1
+
+
 def test_responses_that_are_kept_can_be_continued(server):
     item = {"type": "image_generation_call", "id": "ig_1", "result": "iVBORw0KGgo=", "status": "completed"}
     first = server.http.post(RESPONSES, json={"input": [USER, item, USER]}).json()
@@ -265,3 +275,48 @@ def test_option_stays_off_for_operators_and_without_it_nothing_changes(strict):
     answer = strict.http.post(CHAT, json={"messages": [USER]})
     assert HEADER not in answer.headers
     assert json.loads(answer.text)["choices"][0]["message"]["content"] == "Hello"
+
+
+# anything
+
+
+KINDS = st.sampled_from(
+    [*MEDIA, *READABLE, *OTHER_BLOCKS, "content", "base64", "x_call", "x_call_output", "message", "function_call"]
+)
+FIELDS = st.sampled_from(
+    [
+        *("type", "source", "data", "media_type", "file", "file_data", "filename", "title", "citations", "enabled"),
+        *("content", "output", "text", "arguments", "input", "action", "call_id", "id", "name", "role", "url", "audio"),
+        *("tool_use_id", "custom", "function", "status", "encrypted_content", "transcript", "tool_calls"),
+    ]
+)
+SCALARS = st.none() | st.booleans() | st.integers() | st.sampled_from(["a", "text/plain", "YQ==", "data:text/plain,a"])
+VALUES = st.recursive(
+    KINDS | SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=5),
+    max_leaves=10,
+)
+OBJECTS = st.dictionaries(FIELDS, VALUES, min_size=1, max_size=6)
+
+
+@settings(max_examples=80, deadline=None)
+@given(others=OBJECTS, kind=KINDS, role=st.sampled_from(["user", "assistant", "tool"]))
+def test_whatever_a_history_has_is_read_or_refused_without_500(server, others, kind, role):
+    item = {**others, "type": kind}
+    for path, body in (
+        (CHAT, {"messages": [USER, {"role": role, "content": [item]}, {"role": "assistant", **others}]}),
+        (f"{RESPONSES}/input_tokens", {"input": [USER, item, message("user", item)]}),
+        (f"{MESSAGES}/count_tokens", {"messages": [USER, {"role": "assistant", "content": [item]}]}),
+    ):
+        answer = server.http.post(path, json=body)  # which raises what the server does not expect
+        assert answer.status_code in (200, 400), (body, answer.text)
+
+
+def test_deep_content_is_no_error(server):
+    value: Any = "x"
+    for _ in range(60):
+        value = {"type": "tool_result", "tool_use_id": "t", "content": [value, {"type": "image"}]}
+    value = {"type": "web_fetch_tool_result", "content": value}
+    for path in (CHAT, MESSAGES):
+        prompt, _ = server.ask(path, messages=[USER, message("assistant", value), USER])
+        assert "[image left out]" in prompt

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from functools import lru_cache
 from typing import Any
 
 from fastapi import HTTPException, Request, Response
@@ -61,7 +62,7 @@ class JsonRoute(APIRoute):
                     request.parsed = _read(model, body, limit, context)
             response = await handler(request)
             if left_out:
-                logger.info("left out of a request what the model cannot read: %s", left_out)
+                _report(left_out.kinds)
                 response.headers[HEADER] = str(left_out)
             return response
 
@@ -71,6 +72,12 @@ class JsonRoute(APIRoute):
 def max_token_items(info: ModelInfo) -> int:
     """Return how many items that stand for tokens a body may have."""
     return info.vocab_size + max(info.max_model_len, info.max_queued_tokens)
+
+
+@lru_cache(maxsize=256)
+def _report(kinds: tuple[str, ...]) -> None:
+    """Log what is left out of requests, once for the same kinds."""
+    logger.info("the model cannot read what requests have: left out are %s (--replace-unsupported)", ", ".join(kinds))
 
 
 def _read(model: type[BaseModel], body: bytes, max_token_items: int, context: Mapping[str, Any]) -> BaseModel:

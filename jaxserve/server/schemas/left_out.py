@@ -54,6 +54,11 @@ class LeftOut:
         """What has been left out, as the header shows it: "image=2, file=1"."""
         return ", ".join(f"{kind}={count}" for kind, count in self._counts.most_common(MAX_KINDS))
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of what has been left out, in alphabetical order."""
+        return tuple(sorted(self._counts)[:MAX_KINDS])
+
     def mark(self, kind: str) -> str:
         """Count something that is left out, and return the text in its place, such as "[image left out]"."""
         kind = _safe(kind)
