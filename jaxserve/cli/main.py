@@ -219,7 +219,7 @@ def _print_ready(urls: Sequence[str], client: "EngineClient", settings: ServerSe
     if settings.template_defaults:
         print(f"defaults of the chat template: {json.dumps(dict(settings.template_defaults), ensure_ascii=False)}")
     if settings.uds is None:
-        print(f"dashboard: {url}/dashboard", flush=True)
+        print(f"chat: {url}/", f"dashboard: {url}/dashboard", sep="\n", flush=True)
 
 
 def _sampling_defaults(client: "EngineClient") -> str:

@@ -71,7 +71,8 @@ def test_command_that_the_server_prints_works(reached, capsys):
     assert f" at {url} (" in ready
     done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60)
     assert json.loads(done.stdout)["choices"], done.stderr
-    assert (f"dashboard: {url}/dashboard" in rest) == (settings.uds is None)
+    pages = [f"chat: {url}/", f"dashboard: {url}/dashboard"]
+    assert [line for line in rest if line in pages] == ([] if settings.uds else pages)
 
 
 def test_spawned_server_is_found_at_each_kind_of_address():
