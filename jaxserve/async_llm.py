@@ -1,6 +1,7 @@
 """The library for asyncio programs. Its engine steps in threads of its own."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from inspect import Parameter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Unpack
@@ -13,7 +14,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_options import EngineOptions
 from jaxserve.core.errors import RequestError
 from jaxserve.core.keywords import explains_keywords, missing_attribute
-from jaxserve.core.options import keyword_signature
+from jaxserve.core.options import keyword_signature, with_options
 from jaxserve.core.plain_values import plain
 from jaxserve.core.progress import Progress
 from jaxserve.core.request import RequestOutput
@@ -23,19 +24,24 @@ from jaxserve.core.vllm_names import ASYNC_STREAM, EMBED
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import Prompt
 from jaxserve.engine.prompts import PromptLike, as_params, as_prompt, chat_prompt, default_params
+from jaxserve.engine.representation import engine_repr
 
 
 class AsyncLLM:
-    """A model that many tasks may use at once. Use it as an asynchronous context manager, or await `close`."""
+    """A model that many tasks may use at once. Use it as an asynchronous context manager, or await `close`.
+
+    `help(AsyncLLM.__init__)` lists the options. Methods raise the errors of those of `LLM`, and `QueueFull`.
+    """
 
     def __init__(
         self, model: str | Path | None = None, *, progress: bool | Progress = True, **options: Unpack[EngineOptions]
     ):
-        """`model`: a folder in Hugging Face layout, or a name on its hub, which is downloaded unless it is in the local
-        cache (default: the bundled model).
+        """Load a model, compile its programs, and get ready to generate.
 
-        `options` and `progress`: as for `LLM`. Raise `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the
-        engine cannot start.
+        `model`: a folder in Hugging Face layout, or a name on its hub, such as "Qwen/Qwen2.5-0.5B-Instruct", which is
+        downloaded unless it is in the local cache (default: the bundled model). `progress`: whether the start shows how
+        far it has come, or a function that is called with (activity, items done, items in all) instead. `options`:
+        listed below. Raise the errors of `LLM`.
         """
         with start_progress(progress) as report:
             self._engine = build_async_engine(EngineConfig(model=model, **options), report)
@@ -114,6 +120,12 @@ class AsyncLLM:
         """End all requests, and free the model and everything else on the device. Idempotent."""
         await self._engine.shutdown()
 
+    def __repr__(self) -> str:
+        if "_engine" not in self.__dict__:  # the start has failed
+            return object.__repr__(self)
+        snapshots = list(self._engine.snapshots().values())
+        return engine_repr("AsyncLLM", self._engine.info, snapshots, closed=self._engine.draining)
+
     def __getattr__(self, name: str) -> NoReturn:
         """Raise `AttributeError`, which for a method of vLLM's engines says what to use instead."""
         raise missing_attribute(self, name, ASYNC_METHODS)
@@ -131,4 +143,6 @@ class AsyncLLM:
         await self.close()
 
 
-AsyncLLM.__signature__ = keyword_signature(EngineConfig, first="model")
+PROGRESS = Parameter("progress", Parameter.KEYWORD_ONLY, default=True, annotation=bool | Progress)
+AsyncLLM.__signature__ = keyword_signature(EngineConfig, "model", PROGRESS)
+AsyncLLM.__init__.__doc__ = with_options(AsyncLLM.__init__.__doc__, EngineConfig)

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from inspect import Parameter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Unpack
@@ -14,7 +15,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_options import EngineOptions
 from jaxserve.core.errors import EngineStopped, NoTokenizer, RequestError
 from jaxserve.core.keywords import explains_keywords, missing_attribute
-from jaxserve.core.options import keyword_signature
+from jaxserve.core.options import keyword_signature, with_options
 from jaxserve.core.progress import Progress
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
@@ -24,6 +25,7 @@ from jaxserve.engine.client import Prompt
 from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.outputs import merge
 from jaxserve.engine.prompts import PromptLike, as_params, as_prompt, as_prompts, chat_prompt, default_params
+from jaxserve.engine.representation import engine_repr
 from jaxserve.engine.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -34,17 +36,23 @@ class LLM:
 
     Use it as a context manager, or call `close`, to free its memory and its thread. Several threads may use it at once.
     An exception in one of its methods, such as the KeyboardInterrupt of Ctrl-C, ends the requests of that call only.
+
+    `help(LLM.__init__)` lists the options. Methods raise `RequestError` for what they cannot do, `EngineStopped` once
+    the LLM is closed, and `EngineFailed` if a step has failed, after which the LLM must be opened again.
     """
 
     def __init__(
         self, model: str | Path | None = None, *, progress: bool | Progress = True, **options: Unpack[EngineOptions]
     ):
-        """`model`: a folder in Hugging Face layout, or a name on its hub, such as "Qwen/Qwen2.5-0.5B-Instruct", which
-        is downloaded unless it is in the local cache (default: the bundled model).
+        """Load a model, compile its programs, and get ready to generate.
 
-        `options`: the fields of `EngineConfig`, described in docs/options.md. `progress`: whether the start shows how
-        far it has come, or a function that is called with (activity, items done, items in all) instead. Raise
-        `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the engine cannot start.
+        `model`: a folder in Hugging Face layout, or a name on its hub, such as "Qwen/Qwen2.5-0.5B-Instruct", which is
+        downloaded unless it is in the local cache (default: the bundled model). `progress`: whether the start shows how
+        far it has come, or a function that is called with (activity, items done, items in all) instead. `options`:
+        listed below.
+
+        Raise `UnknownKeyword`, a `TypeError`, for an option that does not exist, `ConfigError` for a value that is not
+        allowed, `CheckpointError` for a model that cannot be read, and `MemoryBudgetError` for one that does not fit.
         """
         with start_progress(progress) as report:
             self._engine = build_engine(EngineConfig(model=model, **options), report)
@@ -184,6 +192,11 @@ class LLM:
         """The maximum number of tokens of prompt and answer together."""
         return self._engine.info.max_model_len
 
+    def __repr__(self) -> str:
+        if "_closed" not in self.__dict__:  # the start has failed
+            return object.__repr__(self)
+        return engine_repr("LLM", self._engine.info, list(self._engine.snapshots().values()), closed=self._closed)
+
     def __getattr__(self, name: str) -> NoReturn:
         """Raise `AttributeError`, which for a method of vLLM's LLM says what to use instead."""
         raise missing_attribute(self, name, METHODS)
@@ -258,4 +271,6 @@ class LLM:
             raise EngineStopped("this LLM has been closed")
 
 
-LLM.__signature__ = keyword_signature(EngineConfig, first="model")
+PROGRESS = Parameter("progress", Parameter.KEYWORD_ONLY, default=True, annotation=bool | Progress)
+LLM.__signature__ = keyword_signature(EngineConfig, "model", PROGRESS)
+LLM.__init__.__doc__ = with_options(LLM.__init__.__doc__, EngineConfig)

@@ -157,7 +157,7 @@ def message_start(tokenizer: Tokenizer) -> tuple[int, ...]:
     if not tokenizer.has_chat_template:
         return ()
     try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], add_generation_prompt=False)
+        text = tokenizer.conversation_text([{"role": "user", "content": MARK}], add_generation_prompt=False)
     except RequestError:
         return ()
     front, found, _ = text.partition(MARK)

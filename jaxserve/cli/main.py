@@ -301,7 +301,7 @@ def _fit_conversation(
     """Return a conversation's prompt, and the number of oldest turns left out to make room for the answer."""
     room = min(params.max_tokens or llm.max_model_len, llm.max_model_len // 4)
     for dropped in range(len(turns) // 2 + 1):
-        text = llm.tokenizer.apply_chat_template([*system_messages, *turns[2 * dropped :]])
+        text = llm.tokenizer.conversation_text([*system_messages, *turns[2 * dropped :]])
         ids = llm.tokenizer.encode(text, add_special_tokens=False)  # the template writes the special tokens
         if len(ids) + room <= llm.max_model_len:
             break

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.options import Option, OptionField, check_ranges, options_of
+from jaxserve.core.options import Option, OptionField, check_ranges, help_of, options_of
 from jaxserve.core.vllm_options import COMMAND_LINE
 
 Given = dict[str, Any]
@@ -96,12 +96,6 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     return expanded
 
 
-def help_of(field: OptionField) -> str:
-    """Return the text about an option in `--help` and the documentation: its purpose and its default."""
-    default = field.option.default or _format_default(field.default)
-    return f"{field.option.help} Default: {default}." if default else field.option.help
-
-
 MODEL = next(help_of(field) for field in options_of(EngineConfig) if field.name == "model")
 
 
@@ -150,11 +144,3 @@ def _typer_type(field: OptionField) -> Any:
 
 def _flags(field: OptionField) -> tuple[str, ...]:
     return (f"{field.flag}/--no-{field.flag[2:]}",) if field.type is bool else (field.flag,)
-
-
-def _format_default(default: Any) -> str:
-    if default is None or default == () or default == "":
-        return ""
-    if isinstance(default, bool):
-        return "yes" if default else "no"
-    return f"{default:,}" if isinstance(default, int) and default >= 10_000 else f"{default}"

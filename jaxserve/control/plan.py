@@ -6,6 +6,7 @@ stages. A stage has blocks, which run on its devices with tensor parallelism ove
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +15,8 @@ from jaxserve.core.block_names import is_layer, layer_name
 from jaxserve.core.errors import ConfigError, PlanError
 
 log = logging.getLogger(__name__)
+
+SHOWN_INSTANCES = 4  # in the representation of a plan
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class StagePlan:
         return len(self.devices)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class InstancePlan:
     """An instance: a replica of the whole model, as stages in order.
 
@@ -50,6 +53,13 @@ class InstancePlan:
     name: str = "0"
     max_num_seqs: int | None = None  # sequences that may run at once; None: as many as the engine has slots for
     draining: bool = False  # new requests go to other instances
+
+    def __repr__(self) -> str:
+        layers = ", ".join(f"{count} {precision}" for precision, count in Counter(self.layer_precisions).items())
+        devices = ", ".join(map(str, sorted(self.devices)))
+        draining = ", draining" if self.draining else ""
+        pages = f"KV pages: {self.kv_pages:,}"
+        return f"<InstancePlan {self.name!r} on devices {devices}, layers: {layers}, {pages}{draining}>"
 
     @cached_property
     def layer_precisions(self) -> tuple[str, ...]:
@@ -135,12 +145,18 @@ class InstancePlan:
         return {block.block: block.precision for block in self.blocks}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A plan of all instances. It is never changed: a change is another plan with the next version."""
 
     version: int
     instances: tuple[InstancePlan, ...]
+
+    def __repr__(self) -> str:
+        """Return what the instances run; `plan_yaml.to_yaml` has all blocks."""
+        shown = "; ".join(map(repr, self.instances[:SHOWN_INSTANCES]))
+        more = len(self.instances) - SHOWN_INSTANCES
+        return f"<Plan {self.version}: {shown}{f'; and {more} more' if more > 0 else ''}>"
 
     def instance(self, name: str) -> InstancePlan:
         """Return the plan of an instance. Raise `PlanError` if there is no instance of this name."""

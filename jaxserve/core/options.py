@@ -6,9 +6,10 @@ option is defined once.
 """
 
 import json
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, cleandoc
 from math import isfinite, isnan
 from pathlib import Path
 from types import NoneType, UnionType
@@ -169,10 +170,11 @@ def check_ranges(config: Any) -> None:
         field.check(getattr(config, field.name))
 
 
-def keyword_signature(kind: type, first: str) -> Signature:
+def keyword_signature(kind: type, first: str, *more: Parameter) -> Signature:
     """Return the signature of a function with a configuration's fields as arguments, all but `first` by keyword only.
 
-    Notebooks and IDEs show it for functions that are declared with `**options`.
+    `more`: further parameters, after the first. Notebooks and IDEs show it for functions that are declared with
+    `**options`.
     """
     hints = get_type_hints(kind)
     parameters = [
@@ -184,7 +186,25 @@ def keyword_signature(kind: type, first: str) -> Signature:
         )
         for field in fields(kind)
     ]
-    return Signature(sorted(parameters, key=lambda parameter: parameter.name != first))
+    begin, *rest = sorted(parameters, key=lambda parameter: parameter.name != first)
+    return Signature([begin, *more, *rest])
+
+
+def help_of(field: OptionField) -> str:
+    """Return the text about an option in `--help` and the documentation: its purpose and its default."""
+    default = field.option.default or _format_default(field.default)
+    return f"{field.option.help} Default: {default}." if default else field.option.help
+
+
+def with_options(docs: str | None, kind: type) -> str:
+    """Return a docstring with a list of a configuration's options by group, which `help` and notebooks show."""
+    groups: dict[str, list[str]] = {}
+    for field in options_of(kind):
+        text = f"{field.name}: {help_of(field)}"
+        lines = textwrap.wrap(text, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        groups.setdefault(field.option.group, []).extend(lines)
+    lists = {group: textwrap.indent("\n".join(texts), "  ") for group, texts in groups.items()}
+    return "\n\n".join((cleandoc(docs or ""), *(f"{group}:\n{texts}" for group, texts in lists.items())))
 
 
 def given_options(options: Any) -> Mapping[str, Any]:
@@ -198,3 +218,11 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
         return hint, False
     rest = tuple(part for part in get_args(hint) if part is not NoneType)
     return (rest[0] if len(rest) == 1 else Union[rest]), len(rest) < len(get_args(hint))  # noqa: UP007  built at run time
+
+
+def _format_default(default: Any) -> str:
+    if default is None or default == () or default == "":
+        return ""
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return f"{default:,}" if isinstance(default, int) and default >= 10_000 else f"{default}"

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol
 
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.keywords import missing_attribute
+from jaxserve.core.representation import short_repr
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.structured import Grammar, Matcher
 from jaxserve.core.vllm_attributes import COMPLETION_OUTPUT, REQUEST_METRICS, REQUEST_OUTPUT
@@ -194,7 +195,7 @@ class Sequence:
 
 
 # Not frozen: one is made for every token, and making a frozen one takes three times as long.
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class CompletionOutput:
     """One answer of a request. In a stream, `text`, `token_ids` and `logprobs` hold only the new part."""
 
@@ -205,6 +206,9 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise `AttributeError`, which for an attribute of vLLM says what to use instead."""
@@ -226,7 +230,7 @@ class RequestMetrics:
         raise missing_attribute(self, name, REQUEST_METRICS)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class RequestOutput:
     """Output of a request. From `generate` it holds the whole answers, and in a stream only their new parts."""
 
@@ -240,6 +244,9 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     embedding: Any = None  # float32[hidden] for an embedding request
     error: JaxserveError | None = None  # why the request ended early; the other fields then hold nothing new
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise `AttributeError`, which for an attribute of vLLM says what to use instead."""

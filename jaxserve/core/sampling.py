@@ -10,6 +10,7 @@ from jaxserve.core.errors import RequestError
 from jaxserve.core.keywords import explains_keywords, missing_attribute
 from jaxserve.core.plain_values import make_plain
 from jaxserve.core.reasoning import ReasoningSection
+from jaxserve.core.representation import short_repr
 from jaxserve.core.structured import StructuredOutput
 from jaxserve.core.vllm_attributes import SAMPLING_PARAMS
 from jaxserve.core.vllm_names import SAMPLING
@@ -50,7 +51,7 @@ def _short(name: str, text: str) -> None:
 
 
 @explains_keywords(SAMPLING)
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SamplingParams:
     """Sampling parameters of one request.
 
@@ -153,6 +154,9 @@ class SamplingParams:
         for token, value in bias.items():
             _integer("logit_bias", token, 0, None, "keyed by token id")
             _number("logit_bias", value, -100, 100, "a number from -100 to 100")
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise `AttributeError`, which for an attribute of vLLM's SamplingParams says what to use instead."""

@@ -11,6 +11,7 @@ from jaxserve.core.errors import RequestError
 from jaxserve.core.keywords import explains_keywords
 from jaxserve.core.plain_values import plain
 from jaxserve.core.reasoning import ReasoningSection
+from jaxserve.core.representation import short_repr
 from jaxserve.core.vllm_names import STRUCTURED
 
 if TYPE_CHECKING:
@@ -25,8 +26,16 @@ JSON_WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
+class HasSchema(Protocol):
+    """A type that knows its JSON schema, as Pydantic's `TypeAdapter` does."""
+
+    def json_schema(self) -> dict[str, Any]:
+        """Return the JSON schema."""
+        ...
+
+
 @explains_keywords(STRUCTURED)
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StructuredOutput:
     """A demand on an answer's text, of which exactly one field is given.
 
@@ -34,7 +43,8 @@ class StructuredOutput:
     when a request is made.
     """
 
-    json: str | Mapping[str, Any] | bool | None = None  # a JSON schema, as a mapping or as text
+    # A JSON schema, as a mapping or as text, or what has one: a class of Pydantic's models or a `TypeAdapter`.
+    json: "str | Mapping[str, Any] | bool | type | HasSchema | None" = None
     json_object: bool = False  # any JSON object
     regex: str | None = None  # a regular expression that the whole text matches, without look-around
     choice: Sequence[str] | None = None  # one of these texts
@@ -42,14 +52,17 @@ class StructuredOutput:
     structural_tag: str | Mapping[str, Any] | None = None  # a tree of formats, as a mapping or as JSON text
     # False: keywords of JSON schemas that cannot be held are left out, with a line in the log. True: they are errors.
     strict: bool = field(default=False, kw_only=True)
-    place: str = field(default="", kw_only=True, compare=False)  # the name for errors; "": that of the field
+    # The name for errors; "": that of the field.
+    place: str = field(default="", kw_only=True, compare=False, repr=False)
     # What `grammar` has been made of. An error in it names its own place. Each of `parts` must be usable by itself.
-    parts: "Sequence[StructuredOutput]" = field(default=(), kw_only=True, compare=False)
+    parts: "Sequence[StructuredOutput]" = field(default=(), kw_only=True, compare=False, repr=False)
     # Returns what is demanded instead if `parts` can be used but not all of the grammar.
-    fallback: "Fallback | None" = field(default=None, kw_only=True, compare=False)
-    dropped: Sequence[str] = field(default=(), kw_only=True, compare=False)  # what `grammar` leaves out, for the log
+    fallback: "Fallback | None" = field(default=None, kw_only=True, compare=False, repr=False)
+    # What `grammar` leaves out, for the log.
+    dropped: Sequence[str] = field(default=(), kw_only=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "json", _schema_of(self.json))
         object.__setattr__(self, "choice", plain(self.choice))
         object.__setattr__(self, "json_object", plain(self.json_object))
         given = [name for name in KINDS if getattr(self, name) is not (False if name == "json_object" else None)]
@@ -83,7 +96,11 @@ class StructuredOutput:
                 f"{self.name} must be a non-empty string, got {_shown(value)}", field=self.name, value=value
             )
         elif kind == "json" and not isinstance(value, str | Mapping | bool):
-            advice = ": use its model_json_schema()" if hasattr(value, "model_json_schema") else ""
+            advice = ""
+            if isinstance(value, type):
+                advice = ": wrap it in pydantic.TypeAdapter"
+            elif hasattr(value, "model_json_schema"):
+                advice = ": give its class"
             raise RequestError(
                 f"{self.name} must be a JSON schema, got {_shown(value)}{advice}", field=self.name, value=value
             )
@@ -91,6 +108,9 @@ class StructuredOutput:
             raise RequestError(f"{self.name} must be a structural tag", field=self.name, value=value)
         elif kind == "json_object" and value is not True:
             raise RequestError(f"{self.name} must be true or false", field=self.name, value=value)
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     @property
     def kind(self) -> str:
@@ -112,6 +132,15 @@ class StructuredOutput:
             return json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"{self.name} cannot be written as JSON: {error}", field=self.name) from error
+
+
+def _schema_of(value: Any) -> Any:
+    """Return the JSON schema of a class of Pydantic's models or a `TypeAdapter`, and any other value as it is."""
+    if isinstance(value, type) and hasattr(value, "model_json_schema"):
+        return value.model_json_schema()
+    if not isinstance(value, type | Mapping) and callable(getattr(value, "json_schema", None)):
+        return value.json_schema()
+    return value
 
 
 Refusals = Callable[[Sequence[StructuredOutput]], Sequence[str]]

@@ -55,7 +55,7 @@ def chat_prompt(
 ) -> Prompt:
     """Return the prompt of a conversation.
 
-    `variables` and `parameters` are the keyword arguments of `Tokenizer.apply_chat_template`; `chat_template_kwargs`
+    `variables` and `parameters` are the keyword arguments of `Tokenizer.conversation_text`; `chat_template_kwargs`
     takes precedence over `variables`. Raise `UnknownKeyword` for a variable that the template does not read.
     """
     overriding = chat_template_kwargs or {}
@@ -66,7 +66,7 @@ def chat_prompt(
     if reserved := overriding.keys() & RESERVED:
         name = min(reserved)
         raise UnknownKeyword(f"chat_template_kwargs may not set {name}: give it as a keyword argument", field=name)
-    text = tokenizer.apply_chat_template(messages, **parameters, **{**variables, **overriding})
+    text = tokenizer.conversation_text(messages, **parameters, **{**variables, **overriding})
     return TextPrompt(text, add_special_tokens=False)  # the template writes special tokens itself
 
 

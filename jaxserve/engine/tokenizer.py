@@ -40,8 +40,8 @@ class Tokenizer(Vocabulary):
     """A thread-safe conversion of text to token ids and back, and of conversations to text.
 
     Methods and attributes of Transformers' tokenizers exist as far as they mean the same here. Unlike there, `decode`
-    leaves out special tokens by default, and `apply_chat_template` returns text that ends with the beginning of an
-    answer. Any other name raises an `AttributeError` that says what to use.
+    leaves out special tokens by default, and `apply_chat_template` by default returns text that ends with the beginning
+    of an answer. Any other name raises an `AttributeError` that says what to use.
     """
 
     def __init__(
@@ -196,6 +196,32 @@ class Tokenizer(Vocabulary):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        tokenize: bool = False,
+        **variables: Any,
+    ) -> Any:
+        """Return the prompt of a conversation: its text or, with `tokenize`, its token ids.
+
+        The template writes the special tokens: encode its text without them. The other arguments are those of
+        `conversation_text`, which raises the same errors.
+        """
+        text = self.conversation_text(
+            messages,
+            add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template=chat_template,
+            **variables,
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def conversation_text(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         optional: AbstractSet[str] = frozenset(),
         **variables: Any,
     ) -> str:
@@ -222,6 +248,22 @@ class Tokenizer(Vocabulary):
         )
 
     @property
+    def all_special_ids(self) -> list[int]:
+        """The sorted ids of all special tokens."""
+        return sorted(self.special_ids)
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """The texts of all special tokens, in the order of their ids."""
+        return list(self.special_tokens)
+
+    def __repr__(self) -> str:
+        special = ", ".join(f"{name} {text!r}" for name, text in sorted(self.special_tokens_map.items()))
+        template = "its own" if self.has_chat_template else f"the built-in {self.builtin_template!r}"
+        parts = [f"tokens: {self.vocab_size:,}", *([special] if special else []), f"chat template: {template}"]
+        return f"<Tokenizer, {', '.join(parts)}>"
+
+    @property
     def template_variables(self) -> frozenset[str]:
         """The names that the model's chat templates read, besides those of the parameters of `apply_chat_template`."""
         return self._chat_template.variables | self._tool_template.variables
@@ -241,7 +283,7 @@ class Tokenizer(Vocabulary):
         """True if the chat template shows system messages that follow other messages."""
         roles = ("user", "system", "assistant", "user", "system")
         try:
-            self.apply_chat_template([{"role": role, "content": role} for role in roles])
+            self.conversation_text([{"role": role, "content": role} for role in roles])
         except RequestError:
             return False
         return True

@@ -8,6 +8,8 @@ UNSET = (False, "do_not_pad", "do_not_truncate")
 LISTS = "lists of token ids are returned: make an array of them"
 WHOLE = "texts of any length are encoded as they are: cut the token ids"
 
+WHOLE_PROMPT = "apply_chat_template returns text or, with tokenize, its token ids"
+
 _ENCODING: Mapping[str, OtherName] = {
     **use(LISTS, "return_tensors"),
     **use("texts are not padded", "padding", "pad_to_multiple_of", "padding_side", neutral=UNSET),
@@ -44,17 +46,18 @@ CHAT_PARAMETERS = (
 )
 
 TEMPLATE: Mapping[str, OtherName] = {
-    **use("apply_chat_template returns text: encode it with add_special_tokens=False", "tokenize", "return_tensors"),
-    **use("apply_chat_template returns text", "return_dict", "padding", "truncation", "max_length", neutral=UNSET),
-    **use("apply_chat_template returns text", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    **use("the prompt of a request is always tokenized", "tokenize"),
+    **use(WHOLE_PROMPT, "return_tensors"),
+    **use(WHOLE_PROMPT, "return_dict", "padding", "truncation", "max_length", neutral=UNSET),
+    **use(WHOLE_PROMPT, "return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
 
 ATTRIBUTES: Mapping[str, str] = {
     **dict.fromkeys(("encode_plus", "batch_encode_plus", "prepare_for_model", "pad"), "call the tokenizer, or encode"),
     **dict.fromkeys(("vocab", "added_tokens_encoder", "get_added_vocab"), "use get_vocab"),
-    **dict.fromkeys(("added_tokens_decoder", "all_special_tokens", "extra_special_tokens"), "use special_tokens"),
-    **dict.fromkeys(("additional_special_tokens", "all_special_tokens_extended"), "use special_tokens"),
-    **dict.fromkeys(("all_special_ids", "additional_special_tokens_ids"), "use special_ids"),
+    **dict.fromkeys(("added_tokens_decoder", "extra_special_tokens"), "use special_tokens"),
+    **dict.fromkeys(("additional_special_tokens", "all_special_tokens_extended"), "use all_special_tokens"),
+    **dict.fromkeys(("additional_special_tokens_ids",), "use all_special_ids"),
     **dict.fromkeys(("add_tokens", "add_special_tokens", "resize_token_embeddings"), "the vocabulary is the model's"),
     **dict.fromkeys(("train_new_from_iterator", "set_truncation_and_padding"), "the vocabulary is the model's"),
     **dict.fromkeys(("model_max_length", "max_len_single_sentence"), "use max_model_len of the LLM"),

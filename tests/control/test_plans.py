@@ -331,6 +331,15 @@ def test_plan_table_shortens_consecutive_devices() -> None:
     assert re.search(r"0-2,5.*6-8", "\n".join(Table(*plan_rows(plan)).lines()), re.DOTALL)
 
 
+def test_plan_says_in_one_line_what_its_instances_run() -> None:
+    plan = home_plan(6, dp=2).with_precisions("1", {"layers.3": "int4", "layers.5": "int4"})
+    assert repr(plan) == (
+        "<Plan 2: <InstancePlan '0' on devices 0, layers: 6 bfloat16, KV pages: 401>; "
+        "<InstancePlan '1' on devices 1, layers: 4 bfloat16, 2 int4, KV pages: 401>>"
+    )
+    assert repr(home_plan(1, dp=100)).endswith("; and 96 more>")
+
+
 def test_max_capacity_is_the_capacity_next_to_the_smallest_layers() -> None:
     resources, (instance,) = machine(), home_plan().instances
     smallest = home_plan().with_precisions("0", {f"layers.{n}": "int4" for n in range(16)}).instances[0]

@@ -3,6 +3,7 @@
 import inspect
 import logging
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
@@ -145,7 +146,8 @@ class Schema:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"json": Schema}, r"json must be a JSON schema, got <class .*Schema'>: use its model_json_schema\(\)"),
+        ({"json": Schema()}, r"json must be a JSON schema, got .*Schema object at .*: give its class"),
+        ({"json": list}, r"json must be a JSON schema, got <class 'list'>: wrap it in pydantic.TypeAdapter"),
         ({"json": 5}, "json must be a JSON schema, got 5$"),
         ({"choice": "yes"}, "choice must be a list of 1 to 10000 strings, got 'yes'"),
         ({"choice": []}, "choice must be a list of 1 to 10000 strings, got a list of 0"),
@@ -156,6 +158,12 @@ class Schema:
 def test_wrong_structured_output_is_shown(given, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         StructuredOutput(**given)
+
+
+def test_classes_and_adapters_of_pydantic_are_taken_as_their_schemas() -> None:
+    adapter = SimpleNamespace(json_schema=lambda: {"type": "array"})
+    assert StructuredOutput(json=Schema) == StructuredOutput(json={"type": "object"})
+    assert StructuredOutput(json=adapter).text == '{"type": "array"}'
 
 
 @pytest.mark.parametrize("given", ["x", {"start": "<a>"}, 5, True])

@@ -1,6 +1,7 @@
 """Options are defined once, on the fields of configurations."""
 
 import inspect
+import pydoc
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -12,7 +13,7 @@ import pytest
 from jaxserve import LLM, AsyncLLM, EngineConfig
 from jaxserve.core.engine_options import EngineOptions
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.options import Option, check_ranges, options_of
+from jaxserve.core.options import Option, check_ranges, help_of, options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,7 +80,7 @@ def test_defaults_are_in_range():
 def test_library_signatures_equal_the_engine_options():
     names = [field.name for field in fields(EngineConfig)]
     for library in (LLM, AsyncLLM):
-        assert list(inspect.signature(library).parameters) == names
+        assert list(inspect.signature(library).parameters) == ["model", "progress", *names[1:]]
     assert set(get_type_hints(EngineOptions)) == set(names) - {"model"}
 
 
@@ -87,3 +88,13 @@ def test_generated_files_are_up_to_date():
     command = [sys.executable, str(ROOT / "scripts" / "generate-options"), "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_help_of_the_library_lists_all_options_with_their_texts(kind: type):
+    shown = " ".join(pydoc.plain(pydoc.render_doc(kind)).replace("|", " ").split())
+    assert "progress: bool" in shown
+    for field in options_of(EngineConfig):
+        if field.name != "model":
+            assert f" {field.name}: {' '.join(help_of(field).split())}" in shown
+    assert "docs/" not in shown

@@ -18,6 +18,9 @@ def test_attributes_of_special_tokens() -> None:
     assert (TOKENIZER.eos_token, TOKENIZER.eos_token_id, TOKENIZER.bos_token) == ("</s>", EOS, "<s>")
     assert TOKENIZER.pad_token is TOKENIZER.pad_token_id is TOKENIZER.unk_token_id is None
     assert TOKENIZER.special_tokens_map == SPECIAL
+    assert {TOKENIZER.token(token) for token in TOKENIZER.all_special_ids} == set(TOKENIZER.all_special_tokens)
+    assert {"<s>", "</s>"} <= set(TOKENIZER.all_special_tokens)
+    assert TOKENIZER.all_special_ids == sorted(TOKENIZER.special_ids)
 
 
 def test_conversions_of_tokens() -> None:
@@ -69,7 +72,7 @@ CALLS = {
     "encode": (TOKENIZER.encode, "a", transformers_names.ENCODE),
     "call": (TOKENIZER, "a", transformers_names.CALL),
     "decode": (TOKENIZER.decode, [5], transformers_names.DECODE),
-    "template": (TOKENIZER.apply_chat_template, MESSAGES, transformers_names.TEMPLATE),
+    "template": (TOKENIZER.conversation_text, MESSAGES, transformers_names.TEMPLATE),
 }
 
 
@@ -90,3 +93,15 @@ def test_keyword_is_neutral_or_explained(call) -> None:
 
 def test_conversation_is_another_name_of_messages() -> None:
     assert TOKENIZER.apply_chat_template(conversation=MESSAGES, tokenize=False) == "User: hi\nAssistant:"
+
+
+def test_conversation_is_tokenized_if_asked() -> None:
+    ids = TOKENIZER.apply_chat_template(MESSAGES, tokenize=True, add_generation_prompt=True)
+    assert ids == TOKENIZER.encode("User: hi\nAssistant:", add_special_tokens=False)
+
+
+def test_representation_names_the_vocabulary_and_the_template() -> None:
+    assert repr(TOKENIZER) == (
+        f"<Tokenizer, tokens: {len(TOKENIZER):,}, bos_token '<s>', eos_token '</s>', "
+        "chat template: the built-in 'plain'>"
+    )

@@ -5,6 +5,7 @@ import copy
 import gc
 import os
 import pickle
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -30,6 +31,8 @@ def test_closed_llm_frees_every_array(tiny_model: Path) -> None:
         held = resident() - before
         llm.generate([[3, 4, 5]], SamplingParams(max_tokens=5, repetition_penalty=1.1, logprobs=1), use_tqdm=False)
         assert held > executor_of(llm).pools.nbytes
+        assert re.fullmatch(r"<LLM '.+', layers: \d+ \w+, context: [\d,]+ tokens, KV pages: [\d,]+>", repr(llm))
+    assert repr(llm).endswith(": closed>")
     assert resident() - before < 4096  # constants of a compiled function or two may stay in JAX's caches
 
 
@@ -155,7 +158,8 @@ def test_start_in_an_event_loop_shows_its_progress(
     monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.0)
 
     async def start(**choice: bool) -> str:
-        async with AsyncLLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4, **choice):
+        async with AsyncLLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4, **choice) as llm:
+            assert repr(llm).startswith("<AsyncLLM '")
             return capsys.readouterr().err
 
     assert "reading weights: 1 of " in asyncio.run(start())

@@ -5,9 +5,11 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, Literal
 
 import jsonschema
 import pytest
+from pydantic import BaseModel, Field, TypeAdapter
 
 from jaxserve import LLM, AsyncLLM, GrammarTooComplex, RequestError, SamplingParams, StructuredOutput
 from jaxserve.core.reasoning import ReasoningSection
@@ -67,6 +69,19 @@ def texts(llm: LLM, prompts: list[str], params) -> list[str]:
 def test_answers_follow_the_schema(llm: LLM, options: dict) -> None:
     for text in texts(llm, PROMPTS, replace(RANDOM, **options)):
         jsonschema.validate(json.loads(text), SCHEMA)
+
+
+class Person(BaseModel):
+    """A model of the same schema."""
+
+    name: str = Field(max_length=12)
+    tags: list[Literal["a", "b"]] = Field(max_length=3)
+
+
+@pytest.mark.parametrize("kind", [Person, TypeAdapter(list[Person] | Person)], ids=["class", "adapter"])
+def test_answer_is_one_of_a_pydantic_class(llm: LLM, kind: Any) -> None:
+    params = replace(GREEDY, structured=StructuredOutput(json=kind))
+    TypeAdapter(kind if kind is Person else list[Person] | Person).validate_json(texts(llm, PROMPTS[:1], params)[0])
 
 
 def test_answers_with_and_without_a_grammar_share_a_batch(llm: LLM) -> None:

@@ -163,13 +163,13 @@ def test_large_body_is_parsed_off_the_event_loop(http, monkeypatch, path, body):
     ids=["many messages", "long text", "long part", "many parts"],
 )
 def test_long_conversations_are_rendered_off_the_event_loop(http, fake, monkeypatch, messages):
-    render, threads = fake.tokenizer.apply_chat_template, []
+    render, threads = fake.tokenizer.conversation_text, []
 
     def watched(*given, **options):
         threads.append(threading.current_thread().name)
         return render(*given, **options)
 
-    monkeypatch.setattr(fake.tokenizer, "apply_chat_template", watched)
+    monkeypatch.setattr(fake.tokenizer, "conversation_text", watched)
     http.post(CHAT, json={"messages": messages})
     http.post(CHAT, json={"messages": [{"role": "user", "content": "a"}]})
     assert [name.startswith("jaxserve-request") for name in threads] == [True, False]

@@ -256,7 +256,7 @@ def test_ignore_unknown_fields_never_ignores_a_field_that_would_change_the_answe
 def test_template_variables_at_the_top_level_reach_the_template(http, fake, effort, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        fake.tokenizer, "apply_chat_template", lambda messages, **given: seen.append(given) or "a", raising=True
+        fake.tokenizer, "conversation_text", lambda messages, **given: seen.append(given) or "a", raising=True
     )
     assert http.post(CHAT, json=BODIES[CHAT] | effort).status_code == 200
     assert seen[0].items() >= effort.items()
@@ -308,7 +308,7 @@ def test_ignore_unknown_fields_ignores_variables_that_the_template_does_not_read
 
 def test_reasoning_of_earlier_answers_reaches_the_template(http, fake, monkeypatch):
     seen = []
-    monkeypatch.setattr(fake.tokenizer, "apply_chat_template", lambda messages, **_: seen.extend(messages) or "a")
+    monkeypatch.setattr(fake.tokenizer, "conversation_text", lambda messages, **_: seen.extend(messages) or "a")
     for name in ("reasoning_content", "reasoning"):
         message = {"role": "assistant", "content": "a", name: "b"}
         assert http.post(CHAT, json={"messages": [message, *MESSAGES]}).status_code == 200

@@ -59,7 +59,7 @@ class TalkativeLLM:
         self.prompts: list[str] = []
         self.room: list[int] = []
 
-    def apply_chat_template(self, messages):
+    def conversation_text(self, messages):
         return "".join(f"{message['role'][0]}:{message['content']};" for message in messages)
 
     def encode(self, text, add_special_tokens=True):

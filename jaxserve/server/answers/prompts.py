@@ -185,7 +185,7 @@ def _apply_template(client: EngineClient, body: Conversation, defaults: Mapping[
     _check_arguments(messages)
     variables, optional = body.template_variables(defaults), body.optional_variables() | defaults.keys()
     try:
-        return client.tokenizer.apply_chat_template(messages, **variables, optional=optional)
+        return client.tokenizer.conversation_text(messages, **variables, optional=optional)
     except UnknownKeyword as error:
         error.field = "chat_template_kwargs"
         raise

@@ -100,7 +100,7 @@ class Conversation(ToolsBody):
         return text_of(self.messages[-1].content or "")
 
     def template_variables(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of `Tokenizer.apply_chat_template`.
+        """Return the keyword arguments of `Tokenizer.conversation_text`.
 
         `defaults`: variables that the request may set otherwise. Raise RequestError if the client sets a variable that
         it may not set.
