@@ -294,7 +294,7 @@ class TraceOptions:
         str | None,
         Option("Trace", "Profile of a generated trace: azure-conv, azure-code, azure-burst or burstgpt.", first=True),
     ] = None
-    duration: Annotated[float, Option("Trace", "With --synthetic: seconds of traffic.")] = 60.0
+    duration: Annotated[float, Option("Trace", "With --synthetic: seconds of traffic.", first=True)] = 60.0
     rate: Annotated[
         float | None,
         Option(

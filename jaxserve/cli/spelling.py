@@ -95,8 +95,7 @@ class Speller:
         if option.name in VALUES and self._others:
             converted = VALUES[option.name](value)
             return [] if converted is None else [[name, str(converted)]]
-        several = option.multiple and value.startswith("[")
-        return [[name, str(each)] for each in (_parsed(value) if several else (value,))]
+        return [[name, value]]
 
     def _other_option(self, name: str, key: str, value: str | None, negated: bool, rest: deque[str]) -> list[list[str]]:
         other = self._others[key]
@@ -107,6 +106,10 @@ class Speller:
                 return self._own_option(flag, str(other.value), rest) if on else []
             if self._own[flag].is_flag:
                 return self._own_option(flag, str(on), rest)
+            value = rest.popleft() if value is None and rest else value
+            values = _parsed(value) if value and self._own[flag].multiple else value
+            if isinstance(values, list):  # as in --allowed-origins '["https://example.org"]'
+                return [[flag, str(each)] for each in values]
             return self._own_option(flag, value, rest)
         follows = rest and (not rest[0].startswith("-") or NEGATIVE_NUMBER.fullmatch(rest[0]))
         if value is None and follows and ((takes_value(key) and not negated) or rest[0].lower() in BOOLEANS):
@@ -128,10 +131,11 @@ class Speller:
 
     def _nearest(self, name: str) -> str:
         others = {
-            _flag(key): replace(other, same=self._flags.get(other.same, ""), reason=self.shown(other.reason))
+            key.replace("_", "-"): replace(other, same=self._flags.get(other.same, ""), reason=self.shown(other.reason))
             for key, other in self._others.items()
         }
-        return nearest(name, self._own.keys(), others)
+        own = [each.removeprefix("--") for each in self._own if each.startswith("--")]
+        return nearest(name.removeprefix("--"), own, others).replace("did you mean '", "did you mean '--")
 
 
 def _split(argument: str) -> tuple[str, str | None]:
@@ -166,7 +170,7 @@ def translate_bench(args: Collection[str]) -> list[str]:
     """Repeat --goodput before each further objective, and add "." to a bare --save-result."""
     found: list[str] = []
     for argument in args:
-        last = found[-1] if found else ""
+        last = found[-1].replace("_", "-") if found else ""
         if last == "--save-result" and argument.startswith("-"):
             found.append(CURRENT_FOLDER)
         elif found[-2:-1] == ["--goodput"] and OBJECTIVE.fullmatch(argument):

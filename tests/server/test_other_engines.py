@@ -159,6 +159,18 @@ def test_options_that_mean_nothing_here_are_explained_in_one_line(line: str, rea
     assert message.endswith("; see jaxserve serve --help\n")
 
 
+def test_texts_that_begin_like_json_stay_as_they_are():
+    command = get_command(app).commands["generate"]
+    given = command.make_context("generate", ["--stop", "[INST]", "--stop", '["a"]', "a prompt"]).params
+    assert (given["stop"], given["prompt"]) == (["[INST]", '["a"]'], "a prompt")
+
+
+def test_commands_without_an_engine_suggest_their_own_options_alone():
+    for option, said in (("--decision", "did you mean '--decisions'?"), ("--foo", "no such option: --foo;")):
+        done = CliRunner().invoke(app, ["plan", "show", option], prog_name="jaxserve")
+        assert (done.exit_code, said in done.output) == (2, True)
+
+
 def test_every_option_of_vllm_is_taken_or_explained():
     names = [name for name in VLLM.split() if f"--{name}" not in FLAGS]
     assert [name for name in names if name.replace("-", "_") not in COMMAND_LINE] == []

@@ -61,7 +61,7 @@ class PlanOptions:
             "Candidates", "Policies to consider, of which those that change layers begin in full precision.", first=True
         ),
     ] = "static,morph"
-    max_devices: Annotated[int, Option("Candidates", "Most devices of a plan.", minimum=1)] = 64
+    max_devices: Annotated[int, Option("Candidates", "Most devices of a plan.", minimum=1, first=True)] = 64
     top: Annotated[int, Option("Answer", "Plans to show.", minimum=1)] = 5
     budget: Annotated[float, Option("Answer", "Seconds for the search; what was found by then is shown.", above=0)] = (
         300.0
