@@ -207,6 +207,23 @@ def test_make_installs_what_its_target_needs(tmp_path, target):
     assert "'.[bench]'" in run(["make", "--dry-run", target], tmp_path).stdout.replace('"', "'")
 
 
+def test_type_checkers_find_an_editable_install_from_another_folder(unpacked, tmp_path):
+    """They read .pth files that name a folder, and run no import hook."""
+    folder = tmp_path / "environment"
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(built("editable", unpacked, JAXSERVE_BUILD_KERNELS="no")) as editable:
+        editable.extractall(site)
+    (tmp_path / "program.py").write_text("from jaxserve import SamplingParams\n")
+    # Modules that are found are not read: the types of the whole library would take ten times as long.
+    mypy = [sys.executable, "-m", "mypy", "--follow-imports", "skip", "--cache-dir", os.devnull, "program.py"]
+    run([*mypy, "--python-executable", str(folder / "bin" / "python")], tmp_path, PYTHONPATH="")
+    for file in site.glob("*.pth"):
+        file.unlink()
+    with pytest.raises(AssertionError, match="Cannot find implementation or library stub for module named"):
+        run([*mypy, "--python-executable", str(folder / "bin" / "python")], tmp_path, PYTHONPATH="")
+
+
 def test_installed_command_line_starts(jaxserve):
     assert jaxserve("--version").startswith("jaxserve ")
     assert "serve" in jaxserve("--help")
