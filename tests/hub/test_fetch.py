@@ -258,6 +258,11 @@ def test_broken_connections_go_on_where_they_broke(hub):
     assert int(second.removeprefix("bytes=").rstrip("-")) > 100_000
 
 
+def test_hub_that_fails_for_a_moment_is_asked_again(hub):
+    hub.once["/cdn/"] = 503
+    assert names(fetch(NAME).folder) == NEEDED
+
+
 def test_interrupted_download_goes_on_at_the_next_start(hub):
     def progress(doing: str, done: int, total: int) -> None:
         if done > 100_000:

@@ -41,7 +41,7 @@ class LoopbackHub:
     """The repositories, the requests so far, and what goes wrong.
 
     `cut_after`: for files by name, after how many bytes the connections of the next requests break. `answers`: status
-    codes for paths that begin so. `pause`: seconds before each chunk of a file.
+    codes for paths that begin so; `once`: the same for one request. `pause`: seconds before each chunk of a file.
     """
 
     def __init__(self) -> None:
@@ -50,6 +50,7 @@ class LoopbackHub:
         self.seen: list[Seen] = []
         self.cut_after: dict[str, list[int]] = {}
         self.answers: dict[str, int] = {}
+        self.once: dict[str, int] = {}
         self.pause = 0.0
         self.valid_token = "hf_valid"
 
@@ -88,8 +89,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, token = unquote(urlsplit(self.path).path), self.headers.get("authorization", "").removeprefix("Bearer ")
         self.hub.seen.append(Seen(self.command, path, self.headers.get("range"), token or None))
-        for start, status in self.hub.answers.items():
+        for start, status in (self.hub.answers | self.hub.once).items():
             if path.startswith(start):
+                self.hub.once.pop(start, None)
                 return self.fail(status)
         if path.startswith("/api/models/"):
             return self.describe(path.removeprefix("/api/models/"))
