@@ -17,19 +17,15 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_name import model_name
 from jaxserve.core.options import check_ranges
 from jaxserve.server.settings import ServerSettings
+from tests.server.fake_serve import PROGRAM
 from tests.server.process import ROOT, server_process
 from tests.support.thorough import some
 
 # `jaxserve serve` with a fake engine, whose address goes to a file as well.
-SERVE = """
-import sys
+SERVE = (
+    PROGRAM
+    + """
 import time
-import jaxserve.build
-from jaxserve.cli import main
-from jaxserve.engine import model_tokenizer
-from tests.server.fake import FakeClient
-jaxserve.build.build_async_engine = lambda *_: FakeClient()
-model_tokenizer.check_serves_text = lambda *_: None
 print_ready = main._print_ready
 def ready(urls, client, settings):
     print_ready(urls, client, settings)
@@ -39,6 +35,7 @@ main._print_ready = ready
 sys.argv = ["jaxserve", "serve", "--port", "0"]
 main.main()
 """
+)
 STREAMS = {
     "full": ">/dev/full 2>/dev/full",
     "closed": "<&- >&- 2>&-",
