@@ -159,7 +159,9 @@ class DrainingServer(HttpServer):
 
     def _start_draining(self, signal_name: str) -> None:
         self._state.terminate()
-        self.config.encoded_headers = [(b"connection", b"close")]  # clients open their next connection elsewhere
+        # Clients open their next connection elsewhere. uvicorn makes the headers of all responses anew every second.
+        self.config.encoded_headers = [(b"connection", b"close")]
+        self.server_state.default_headers = self.config.encoded_headers
         self._keep(asyncio.ensure_future(self._drain(signal_name)))
 
     def _keep(self, task: asyncio.Task[None]) -> None:

@@ -83,7 +83,8 @@ def test_other_methods_and_keys_are_those_of_all_endpoints(http):
 
 def test_client_that_disconnects_ends_its_request_and_is_no_load_any_more():
     client = FakeClient(delay=3600, delay_after=2)
-    with serving(client) as address, httpx.Client(base_url=address.url) as http:
+    settings = ServerSettings(sse_ping_interval=0.02)  # what is sent shows that the client is gone
+    with serving(client, settings) as address, httpx.Client(base_url=address.url) as http:
         with http.stream("POST", "/invocations", json=BODIES["/v1/completions"] | {"stream": True}) as answer:
             next(answer.iter_lines())
             assert http.get("/load").json()["server_load"] == 1

@@ -1,6 +1,5 @@
 """Unix sockets: their files, who may connect, and what a server takes for its own machine."""
 
-import os
 import signal
 import socket
 import stat
@@ -125,15 +124,6 @@ def test_socket_is_removed_at_the_end(path, signals):
                 server.signal(signal.SIGTERM)
             assert server.wait() == (0 if signals == 1 else 128 + signal.SIGTERM)
     assert not path.exists()
-
-
-def test_socket_that_another_server_listens_on_by_now_is_left(path):
-    with server_process("-c", SERVE.format(path=str(path))) as server:
-        os.unlink(path)
-        with serving(FakeClient(), ServerSettings(uds=path)), connected(path) as http:
-            server.signal(signal.SIGTERM)
-            assert server.wait() == 0
-            assert http.get("/health").status_code == 200
 
 
 # -- who is on the other side

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.server.logs import request_id
 
 REQUEST_ID = b"x-request-id"
+STATUS = "status"  # in the state of a request: that of its response
 MAX_REQUEST_ID = 128  # characters
 PRINTABLE_ID = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_REQUEST_ID)
 # The beginning of a target that is a whole URL, which servers must accept (RFC 9112, section 3.2.2).
@@ -66,7 +67,8 @@ class HeadAsGet:
 class RequestId:
     """Middleware that gives each request an id, which its response and its lines in the log have.
 
-    It is the client's own X-Request-Id, else that of the answer, else a new one.
+    It is the client's own X-Request-Id, else that of the answer, else a new one. The middleware also notes the status
+    of the response for `CountRequests`, since each further one that looks at every part of a stream takes time.
     """
 
     def __init__(self, app: ASGIApp):
@@ -80,9 +82,11 @@ class RequestId:
         given = sent[0] if len(sent) == 1 and PRINTABLE_ID.fullmatch(sent[0]) else None
         id = given or f"req_{uuid.uuid4().hex}".encode()
         request_id.set(id.decode())
+        noted = scope.setdefault("state", {})  # shared by all copies of the scope
 
         async def send_id(message: Message) -> None:
             if message["type"] == "http.response.start":
+                noted[STATUS] = message["status"]
                 headers = message.get("headers", [])
                 own = next((value for name, value in headers if name == REQUEST_ID), None)
                 if given is None and own is not None:

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxserve.server.http.normalize import STATUS
 from jaxserve.telemetry import HttpFigures
 from jaxserve.telemetry.definitions import HTTP_BOUNDS
 from jaxserve.telemetry.histogram import Histogram
@@ -57,7 +58,10 @@ class RequestMetrics:
 
 
 class CountRequests:
-    """Middleware that counts requests, with those that guards refuse. It sees paths that `TidyPath` has tidied."""
+    """Middleware that counts requests, with those that guards refuse.
+
+    It needs the paths that `TidyPath` has tidied, and the statuses that `RequestId` has noted.
+    """
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics, clock: Callable[[], float] = time.monotonic):
         self.app = app
@@ -67,15 +71,9 @@ class CountRequests:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begun, status = self._clock(), 500  # if the app fails before it answers
-
-        async def send_noting_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        begun = self._clock()
         try:
-            await self.app(scope, receive, send_noting_status)
+            await self.app(scope, receive, send)
         finally:
+            status = scope["state"].get(STATUS, 500)  # not there if the app has failed before it answered
             self._metrics.count(scope["method"], scope["path"], status, self._clock() - begun)
