@@ -86,11 +86,11 @@ def test_client_that_disconnects_ends_its_request_and_is_no_load_any_more():
     settings = ServerSettings(sse_ping_interval=0.02)  # what is sent shows that the client is gone
     with serving(client, settings) as address, httpx.Client(base_url=address.url) as http:
         with http.stream("POST", "/invocations", json=BODIES["/v1/completions"] | {"stream": True}) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # which would close the connection if it were dropped
+            next(lines)
             assert http.get("/load").json()["server_load"] == 1
-        while http.get("/load").json()["server_load"]:
+        while http.get("/load").json()["server_load"] or not client.aborted:
             pass
-    assert len(client.aborted) == 1
 
 
 def test_server_that_loads_refuses_invocations():
