@@ -1,9 +1,13 @@
 """The option `override_generation_config`, and how it changes the model's defaults."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from jaxserve.async_llm import AsyncLLM
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.sampling_defaults import overridden
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.prompts import default_params
@@ -57,3 +61,11 @@ def test_calls_without_sampling_params_get_the_models_defaults():
     info = ModelInfo("m", 100, 10, 4, 0, default_sampling={"temperature": 0.6, "top_k": 20}, max_new_tokens=50)
     params = default_params(info)
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 1.0, 16)
+
+
+def test_stream_without_sampling_params_asks_the_engine_for_the_models_defaults():
+    llm = AsyncLLM.__new__(AsyncLLM)
+    info = ModelInfo("m", 100, 10, 4, 0, default_sampling={"temperature": 0.6, "top_k": 20})
+    llm._engine = SimpleNamespace(info=info, generate=lambda prompt, params, **options: params)
+    assert llm.stream([1]) == llm.get_default_sampling_params() == SamplingParams(temperature=0.6, top_k=20)
+    assert llm.stream([1], SamplingParams()) == SamplingParams()

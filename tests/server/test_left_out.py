@@ -110,6 +110,10 @@ def test_text_files_keep_their_text(server):
     assert server.ask(CHAT, messages=[message("user", *files)]) == ("[user]a.md\n# Hi\n[assistant]", None)
     files = [{"type": "input_file", "filename": "a.md", "file_data": data}]
     assert server.ask(RESPONSES, input=[message("user", *files)]) == ("[user]a.md\n# Hi\n[assistant]", None)
+    assert server.ask(RESPONSES, input=[message("user", {**files[0], "file_data": "data:text/plain,%23%20Hi"})]) == (
+        "[user]a.md\n# Hi\n[assistant]",
+        None,
+    )
     source = {"type": "base64", "media_type": "text/plain", "data": "IyBIaQ=="}
     files = [{"type": "document", "title": "a.md", "source": source}]
     assert server.ask(MESSAGES, messages=[message("user", *files)]) == ("[user]a.md\n# Hi\n[assistant]", None)

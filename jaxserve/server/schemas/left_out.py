@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from jaxserve.server.http.json_text import to_json
 
@@ -148,7 +149,7 @@ def _text_of_file(file: Mapping[str, Any]) -> str | None:
         case {"source": {"media_type": str() as kind, "data": str() as data}} if kind.startswith("text/"):
             return _decoded(data)
         case {"file_data": str() as url} if found := TEXT_DATA.match(url):
-            return _decoded(url[found.end() :]) if found[1] else url[found.end() :]
+            return _decoded(url[found.end() :]) if found[1] else unquote(url[found.end() :])
     return None
 
 
