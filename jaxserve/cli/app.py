@@ -34,53 +34,62 @@ class App(typer.Typer):
         return decorator
 
 
-class Translating:
-    """A command or group with jaxserve's help, whose options may be in the spelling of other engines."""
+class Command(TyperCommand):
+    """A command with jaxserve's help, whose options may be in the spelling of other engines."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the topic of the help from the arguments, and translate and parse the others."""
-        args = take_topic(ctx, args)
-        if not ctx.resilient_parsing:  # as the completion of a shell is
-            args = self._translate(ctx, args)
-        found: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
-        return found
+        """Translate the arguments, then parse them."""
+        return super().parse_args(ctx, translated(ctx, args))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
         formatter.write(help_text(self, ctx))
 
-    def _translate(self, ctx: Any, args: list[str]) -> list[str]:
-        speller = Speller(ctx.command, ctx)
-        try:
-            found = speller.translate(args)
-        except ConfigError as error:
-            raise UsageError(str(error), ctx) from error
-        for notice in speller.notices:
-            print_notice(notice)
-        return found
+
+class Group(TyperGroup):
+    """A group of commands with jaxserve's help; it may have options of its own, in any spelling."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Translate what stands before the name of a command, then parse it."""
+        return super().parse_args(ctx, translated(ctx, args))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        formatter.write(help_text(self, ctx))
 
 
-class Command(Translating, TyperCommand):
-    """A command with jaxserve's help, whose options may be in the spelling of other engines."""
+class BenchCommand(Command):
+    """A command that accepts --goodput ttft:500 tpot:50 and a bare --save-result, as `vllm bench` does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Translate the arguments, then parse them."""
+        return super().parse_args(ctx, translate_bench(args))
 
 
-class Group(Translating, TyperGroup):
-    """A group of commands with jaxserve's help; it may have options of its own."""
+class BenchGroup(Group):
+    """A group whose own options accept what those of a `BenchCommand` do."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Translate what stands before the name of a command, then parse it."""
+        return super().parse_args(ctx, translate_bench(args))
 
 
-class BenchSpelling(Translating):
-    """A command or group that accepts --goodput ttft:500 tpot:50 and a bare --save-result, as `vllm bench` does."""
+def translated(context: Any, args: list[str]) -> list[str]:
+    """Return arguments in jaxserve's spelling, without the topic of the help, which the context keeps.
 
-    def _translate(self, ctx: Any, args: list[str]) -> list[str]:
-        return super()._translate(ctx, translate_bench(args))
-
-
-class BenchCommand(BenchSpelling, Command):
-    """A command that accepts what `vllm bench` does."""
-
-
-class BenchGroup(BenchSpelling, Group):
-    """A group whose own options accept what `vllm bench` does."""
+    Print a notice of those that have no effect. Raise a usage error for one that has no place here.
+    """
+    args = take_topic(context, args)
+    if context.resilient_parsing:  # for the completion of a shell
+        return args
+    speller = Speller(context.command, context)
+    try:
+        found = speller.translate(args)
+    except ConfigError as error:
+        raise UsageError(str(error), context) from error
+    for notice in speller.notices:
+        print_notice(notice)
+    return found
 
 
 class Root(Group):

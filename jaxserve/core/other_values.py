@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import Any
 
 from jaxserve.core.errors import ConfigError
@@ -26,9 +27,9 @@ def number_of_tokens(value: Any) -> Any:
     """Return 4000 for "4k", 4096 for "4K", and any other value as it is. Raise `ConfigError` for a part of a token."""
     if not isinstance(value, str) or not (found := NUMBER.fullmatch(value)):
         return value
-    tokens = float(found[1]) * UNITS[found[2]]
-    if not tokens.is_integer():
-        raise ConfigError(f"{value!r} is {tokens:g} tokens: give a whole number")
+    tokens = Decimal(found[1]) * UNITS[found[2]]
+    if tokens != int(tokens):
+        raise ConfigError(f"{value!r} is {tokens.normalize():f} tokens: give a whole number")
     return int(tokens)
 
 

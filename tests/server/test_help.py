@@ -11,6 +11,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from jaxserve.cli.help import ALL, TOPIC, help_text
 from jaxserve.cli.main import app
 
 LONG = ("serve", "run-batch", "generate", "chat", "sim", "bench serve", "bench trace", "bench throughput")
@@ -44,9 +45,12 @@ def shown_in(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("columns", [60, 80])
-def test_nothing_is_cut_or_longer_than_the_terminal(columns: int):
+def test_nothing_is_cut_or_longer_than_the_terminal(columns: int, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
     for path, command in COMMANDS.items():
-        text = help_of(path, "--help=all", str(columns))
+        context = command.context_class(command, info_name=f"jaxserve {path}".strip())
+        context.meta[TOPIC] = ALL
+        text = help_text(command, context)
         assert max(map(len, text.splitlines())) <= columns, path
         assert names_of(command) <= shown_in(text), path
         words = " ".join(text.split())

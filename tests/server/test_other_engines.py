@@ -229,6 +229,7 @@ def test_file_takes_and_explains_the_same_names(tmp_path, caplog):
 
 def test_library_takes_the_same_values():
     assert EngineConfig(max_model_len="4k").max_model_len == 4000
+    assert EngineConfig(max_model_len="1.001k").max_model_len == 1001  # exactly, although it has no binary fraction
     assert EngineConfig(max_model_len=-1) == EngineConfig(max_model_len="auto") == EngineConfig()
     with pytest.raises(ConfigError, match="use int8"):
         EngineConfig(kv_cache_dtype="fp8_e4m3")
