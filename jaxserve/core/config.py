@@ -293,6 +293,7 @@ class EngineConfig:
             default="JAX's: 0.75",
             above=0,
             maximum=1,
+            in_terminal=True,
         ),
     ] = None
     max_model_len: Annotated[

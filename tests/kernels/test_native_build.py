@@ -170,6 +170,7 @@ def test_package_without_a_writable_cache_uses_plain_xla(quick_compiler, monkeyp
     monkeypatch.setattr(Path, "home", no_home)
     assert native_library_path().__wrapped__() is None
     assert "using the slower plain XLA" in caplog.text
+    assert "give a folder with XDG_CACHE_HOME" in caplog.text
 
 
 def test_compiler_that_does_not_know_the_matrix_unit_leaves_its_kernels_out(tmp_path, monkeypatch):
