@@ -14,12 +14,12 @@ from jaxserve.bench.result import save
 from jaxserve.cli.main import app
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.step_load import StepLoad
-from jaxserve.sim.calibration.base import base_hardware, nominal_cpu
+from jaxserve.sim.calibration.base import base_hardware, nominal_cpu, with_precisions
 from jaxserve.sim.calibration.factors import Factors, names_of
 from jaxserve.sim.calibration.fit import errors_of, fit_factors
 from jaxserve.sim.calibration.measured import MeasuredRun
 from jaxserve.sim.cluster import Cluster
-from jaxserve.sim.hardware import Hardware, load_hardware, to_yaml
+from jaxserve.sim.hardware import Hardware, from_yaml, load_hardware, to_yaml
 from jaxserve.sim.options import ClusterOptions
 from jaxserve.sim.run import SimExperiment, cluster_of, run_simulation
 from tests.sim.machines import GPU
@@ -111,6 +111,13 @@ def test_the_hardware_is_that_of_the_machine_of_the_run(tmp_path) -> None:
     assert base_hardware(None, run) == nominal_cpu(24 << 30)
     assert base_hardware(None, replace(run, gpus="2 x NVIDIA H200, 143771 MiB, driver 570")).name == "h200"
     assert base_hardware("l4", run).name == "l4"
+
+
+def test_a_nominal_cpu_knows_the_precisions_of_the_run_alone() -> None:
+    measured = with_precisions(nominal_cpu(), {"bfloat16", "int8"})
+    assert set(measured.rates) == {"bfloat16", "int8"}
+    assert set(measured.efficiency) == {"bfloat16", "int8", "attention"}
+    assert from_yaml(to_yaml(measured)) == measured
 
 
 def test_the_command_fits_checks_saves_and_plans_with_the_result(tmp_path) -> None:

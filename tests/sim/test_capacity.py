@@ -175,6 +175,18 @@ def test_a_model_that_does_not_fit_is_rejected_without_simulating(machines) -> N
     assert all("needs at least" in each.reason for each in found.rejections)
 
 
+def test_a_policy_whose_precisions_the_hardware_lacks_is_rejected(machines) -> None:
+    known = {
+        "rates": {"bfloat16": 1e14},
+        "efficiency": {name: LARGE.efficiency[name] for name in ("bfloat16", "attention")},
+    }
+    Path(machines["large"]).write_text(to_yaml(replace(LARGE, **known)))
+    candidates = search_of(machines["large"], "ttft:2000", policies=("static", "morph")).candidates
+    found = list(candidates.on(machines["large"], 1))
+    assert [isinstance(each, Fitting) for each in found] == [True, False]
+    assert "lacks 'int4'" in found[1].reason or "lack 'int4'" in found[1].reason
+
+
 def test_an_objective_below_the_time_of_a_single_request_is_rejected_without_simulating(machines) -> None:
     found = search_hardware(search_of(machines["large"], "tpot:3"), machines["large"], 1.0)
     assert not found.plans

@@ -1,11 +1,15 @@
 """The hardware that a measured run is fitted from: a file, the file of the machine's GPU, or a nominal CPU."""
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from jaxserve.planning.defaults import PLATFORMS
 from jaxserve.sim.calibration.measured import MeasuredRun
 from jaxserve.sim.hardware import Curve, Hardware, Link, hardware_of_gpus, load_hardware
 
 BANDWIDTH, RATE = 2e10, 2e11  # bytes/s and operations/s of a nominal CPU, from which the fit begins
 MEMORY = 64 << 30  # bytes
+NOMINAL = "nominal"
 PRECISIONS = ("float32", "bfloat16", "int8", "int4", "int3")
 
 
@@ -24,7 +28,7 @@ def nominal_cpu(memory: int = MEMORY) -> Hardware:
     shapes = PLATFORMS["cpu"]
     return Hardware(
         name="cpu",
-        source="nominal",
+        source=NOMINAL,
         measured=False,
         platform="cpu",
         memory=memory,
@@ -38,3 +42,10 @@ def nominal_cpu(memory: int = MEMORY) -> Hardware:
         min_rows=shapes.min_rows,
         links={"pcie": Link(BANDWIDTH / 2, 0.0)},
     )
+
+
+def with_precisions(hardware: Hardware, precisions: Collection[str]) -> Hardware:
+    """Return the hardware with these precisions alone, as far as it has them."""
+    kept = {name: curve for name, curve in hardware.efficiency.items() if name in precisions or name == "attention"}
+    rates = {name: rate for name, rate in hardware.rates.items() if name in precisions}
+    return replace(hardware, rates=rates, efficiency=kept)

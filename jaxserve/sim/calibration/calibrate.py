@@ -12,7 +12,7 @@ from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import write_file
-from jaxserve.sim.calibration.base import base_hardware
+from jaxserve.sim.calibration.base import NOMINAL, base_hardware, with_precisions
 from jaxserve.sim.calibration.factors import Factors, names_of
 from jaxserve.sim.calibration.fit import Errors, errors_of, fit_factors, with_errors
 from jaxserve.sim.calibration.measured import MeasuredRun
@@ -55,6 +55,9 @@ def calibrate(
         pages = measured.kv_pages // server.dp if measured.kv_pages and server.kv_pages is None else server.kv_pages
         return resolve_cluster(replace(server, kv_pages=pages, prefix_caching=False), shape, hardware)
 
+    if base.source == NOMINAL:  # it knows nothing of precisions that were not measured
+        plan = resolve(base).memory.plan.instances[0]
+        base = with_precisions(base, {shape.dtype, *(block.precision for block in plan.blocks)})
     factors = fit_factors(run, base, resolve, progress)
     fitted = factors.applied(base)
     errors = tuple((each.name, errors_of(resolve(fitted, each), each)) for each in (run, *others))

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from jaxserve.control.policies import precisions_of
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
@@ -34,10 +35,15 @@ class Candidate:
         """The devices of an instance."""
         return self.tp * self.pp
 
+    @property
+    def hardware_name(self) -> str:
+        """The name of the hardware, also if it is given as a file."""
+        return Path(self.hardware).stem
+
     def __str__(self) -> str:
         degrees = f"tp {self.tp}" + (f", pp {self.pp}" if self.pp > 1 else "")
         policy = "" if self.policy == STATIC else f", {self.policy}"
-        return f"{self.hardware}, {degrees}, {self.precision or 'full precision'}{policy}"
+        return f"{self.hardware_name}, {degrees}, {self.precision or 'full precision'}{policy}"
 
     def options(
         self, base: ClusterOptions, objectives: Sequence[Objective], instances: int, floor: float
@@ -127,6 +133,8 @@ class Candidates:
         try:
             cluster = cluster_of(options, prefix_caching=self.prefix_caching)
             cluster.true_costs.of(cluster.memory.plan.instances[0])  # raises if a precision or a link is missing
+            for precision in cluster.memory.variants:
+                cluster.hardware.curve(precision)  # raises if it is missing
         except MemoryBudgetError as error:
             return Rejection(str(candidate), _memory_text(str(error)))
         except ConfigError as error:

@@ -107,8 +107,8 @@ def rejections(answer: Answer) -> list[Rejection]:
     simulated because they cannot be cheaper come last.
     """
     plans = answer.found.plans
-    best = plans[0].candidate.hardware if plans else None
-    served = {plan.candidate.hardware for plan in plans}
+    best = plans[0].candidate.hardware_name if plans else None
+    served = {plan.candidate.hardware_name for plan in plans}
 
     def order(each: Rejection) -> tuple[bool, bool, bool]:
         hardware = each.what.partition(",")[0]

@@ -65,7 +65,7 @@ def _cells(answer: Answer, plan: Plan) -> list[str]:
         for figure, each in zip(plan.evaluation.figures, answer.objectives, strict=True)
     ]
     return [
-        candidate.hardware,
+        candidate.hardware_name,
         str(plan.devices),
         f"{plan.instances} x {degrees(plan)}",
         candidate.precision or answer.shape.dtype,
@@ -96,7 +96,7 @@ def _print_best(answer: Answer, plan: Plan, line: Any, saved: Path | None) -> No
         line(plan.evaluation.idle_policy)
     elif plan.candidate.policy == STATIC and len(answer.candidates.policies) > 1:
         others = ", ".join(policy for policy in answer.candidates.policies if policy != STATIC)
-        line(f"static is enough: no plan with {others} takes fewer devices of {plan.candidate.hardware}")
+        line(f"static is enough: no plan with {others} takes fewer devices of {plan.candidate.hardware_name}")
     line(f"it meets the objectives up to {margin(plan)} of the rate, then it is limited by {plan.limit}")
     line(f"simulate it: {shlex.join(answer.command(plan))}")
     line(f"start it: {start_words(answer, plan)}{shlex.join(start_command(answer, plan, saved))}")
@@ -119,16 +119,18 @@ def _print_rejections(answer: Answer, line: Any) -> None:
 def remarks(answer: Answer) -> list[str]:
     """Return what the figures rest on."""
     found = [f"simulated: predicted by {answer.found.simulations} simulations, not measured"]
-    guessed = [name for name, each in answer.hardware.items() if not each.measured]
+    guessed = [each.name for each in answer.hardware.values() if not each.measured]
     if guessed:
         found.append(
             f"{', '.join(guessed)}: from data sheets and published measurements, not measured with jaxserve; "
             "--calibrate fits the hardware to a run of your own"
         )
-    for name, each in answer.hardware.items():
+    for each in answer.hardware.values():
         if each.errors:
             errors = ", ".join(f"{metric.upper()} {error:.0%}" for metric, error in each.errors.items())
-            found.append(f"{name}: ± is the median error of single requests in the run it was fitted to ({errors})")
+            found.append(
+                f"{each.name}: ± is the median error of single requests in the run that it was checked with ({errors})"
+            )
     if not answer.cost.priced:
         found.append(
             "no prices are given: plans are in the order of the memory bandwidth of their devices (TB/s), which rents "

@@ -19,9 +19,8 @@ NAMED = "/path/to/{}"  # where a model of configs/models lies, which has no weig
 
 def save_options(answer: Answer, plan: Plan, path: Path) -> None:
     """Write the options of a server on one host, as YAML. Raise `ConfigError` if the file cannot be written."""
-    first = (
-        f"# {plan.devices} x {plan.candidate.hardware}: the cheapest plan of `jaxserve sim plan` for {answer.load}\n"
-    )
+    what = f"{plan.devices} x {plan.candidate.hardware_name}"
+    first = f"# {what}: the cheapest plan of `jaxserve sim plan` for {answer.load}\n"
     hosts = f"# {start_words(answer, plan).strip(' :')}\n" if start_words(answer, plan) else ""
     write_file(path, first + hosts + yaml.safe_dump(serve_options(answer, plan), sort_keys=False, allow_unicode=True))
 
