@@ -1,5 +1,6 @@
 """The examples run from top to bottom as they stand."""
 
+import json
 import os
 import re
 import subprocess
@@ -12,21 +13,39 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.server.process import server_process
+from tests.support.thorough import THOROUGH
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES, README = ROOT / "examples", ROOT / "README.md"
 
 
 def test_quickstart_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Run all cells, or without THOROUGH those that are not marked as long."""
     for variable in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(variable, str(tmp_path))  # no traces in the home directory
+    monkeypatch.setenv("PATH", os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are not kept in the repository"
+    notebook.cells = [cell for cell in notebook.cells if THOROUGH or "long" not in cell.metadata.get("tags", ())]
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = []
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
-    answers = [
-        output for cell in notebook.cells for output in cell.get("outputs", ()) if output.output_type == "stream"
-    ]
-    assert any("def read_lines(path):" in output.text for output in answers)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    printed = [output.text for output in outputs if output.output_type == "stream"]
+    assert any("def read_lines(path):" in text for text in printed)
+    assert any("rounding" in text and "int4" in text for text in printed), "what quantisation loses"
+    if THOROUGH:
+        assert any(text.startswith("done | ") for text in printed), "the policy has changed the plan"
+    assert len([output for output in outputs if "image/png" in output.get("data", {})]) == 1 + THOROUGH
+
+
+def test_quickstart_notebook_shows_what_it_prints_and_no_path_of_a_machine():
+    cells = [cell for cell in nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4).cells if "outputs" in cell]
+    assert len([cell for cell in cells if cell.outputs]) >= len(cells) - 2, "closing an engine prints nothing"
+    stored = json.dumps([cell.outputs for cell in cells])
+    assert stored.count("image/png") == 2
+    assert not re.search(r"/(home|tmp|root|work|Users)/", stored)
+    assert '"error"' not in stored
 
 
 @pytest.fixture(scope="module")
