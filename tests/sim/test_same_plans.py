@@ -9,6 +9,7 @@ import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ MODEL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+LARGE_CPU = replace(CPU, memory=16 << 30)
 OPTIONS = {"dp": 4, "max_tp": 4, "memory_gb": 8, "max_num_seqs": 2, "max_num_batched_tokens": 2 + 64, "warmup": False}
 POLICY = "policy: tp_transform\nsettings: {hold: 0.3, release_horizon: 0.5}\n"
 PAGES, PATIENCE = 60, 120.0
@@ -168,7 +170,7 @@ class RecordedInstance:
 
 def simulate(config: EngineConfig, recording: Recording, monkeypatch: pytest.MonkeyPatch) -> Plans:
     """Simulate the requests of a log with its step times, and return the plans."""
-    cluster: Cluster = resolve_cluster(config, ModelShape.load(config.model / "config.json"), CPU)
+    cluster: Cluster = resolve_cluster(config, ModelShape.load(config.model / "config.json"), LARGE_CPU)
     monkeypatch.setattr(Cluster, "true_costs", property(lambda self: RecordedSteps(recording)))
     built = build_simulation(cluster, detailed=False, interval=0.0, model_folder=Path(config.model))
     start = min(arrival.time for arrival in recording.arrivals)
