@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from jaxserve.bench.report import write_report
 from jaxserve.bench.report.figure import row_of_axes, scale_y
 from jaxserve.bench.report.page import draw
-from jaxserve.bench.report.plots import PLOTS, PlottedRun
+from jaxserve.bench.report.plots import PLOTS
 from jaxserve.bench.report.rates import throughput_against_rate
+from jaxserve.bench.report.runs import PlottedRun, united
 from jaxserve.bench.report.series import Requests
 from jaxserve.core.errors import ConfigError
 from tests.bench import simulated
@@ -69,6 +70,36 @@ def test_report_page_is_self_contained_with_every_plot(report_of_one: Path):
     assert "url(" not in text
     assert "@import" not in text
     assert 'name="viewport"' in text
+
+
+def test_report_begins_with_its_figures_and_numbers(report_of_one: Path):
+    result = simulated.result(n=40, label="one")
+    text = report_of_one.read_text()
+    headline = Page(text[text.index("<dl") : text.index("</dl>")]).text.split("\n")
+    assert f"output tokens per second{result['output_throughput']:,.1f}" in headline
+    assert f"P99 TTFT{result['p99_ttft_ms']:,.0f} ms" in headline
+    assert text.index("<dl") < text.index("<h2>Numbers") < text.index("<h2>Plots") < text.index("<h2>How it was")
+
+
+def test_equal_series_are_drawn_once_under_all_names():
+    runs = [run("a"), run("b"), run("c", seed=4)]
+    drawn = united(runs, lambda run: (run.requests.e2el_s,))
+    assert [(index, run.name) for index, run in drawn] == [(0, "a and b"), (2, "c")]
+    for name in ("requests-in-flight", "queue-length", "ttft-over-time", "latency-cdf", "kv-usage"):
+        axes = figure(name, *runs).axes[0]
+        labels = axes.get_legend_handles_labels()[1]
+        assert (
+            sum(label.startswith("a and b") for label in labels) == sum(label.startswith("c") for label in labels) > 0
+        )
+        assert not any(label.startswith("b") for label in labels)
+
+
+def test_gauges_that_never_change_are_one_line_whenever_they_were_observed():
+    runs = [run("a"), run("b", seed=4)]
+    for each in runs:
+        each.result["server"]["num_requests_waiting"] = [0] * len(each.result["server"]["t"])
+    axes = figure("queue-length", *runs).axes[0]
+    assert axes.get_legend_handles_labels()[1] == ["a and b"]
 
 
 def test_report_page_shows_numbers_environment_and_command(report_of_one: Path):

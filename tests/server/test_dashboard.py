@@ -95,8 +95,10 @@ def test_unknown_dashboard_file_returns_404(name):
 
 def test_page_files_name_no_other_server_and_write_no_markup():
     http = TestClient(create_app(FakeClient(), ServerSettings()))
-    names = ("main", "chart", "dom", "format", "layers", "log", "memory", "stream")
-    for text in [http.get("/dashboard").text, *(http.get(f"/dashboard/{name}.js").text for name in names)]:
+    names = ("main", "chart", "dom", "format", "layers", "log", "memory", "plan", "requests", "stream")
+    pages = ("api", "answer", "chat", "code", "inline", "markdown", "message", "reference", "settings", "side", "store")
+    files = [*(f"dashboard/{name}.js" for name in names), *(f"pages/{name}.js" for name in pages)]
+    for text in [http.get(f"/{path}").text for path in ("dashboard", "", "docs", *files)]:
         assert set(re.findall(r"https?://[^\s\"']+", text)) <= {"http://www.w3.org/2000/svg"}
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
 
@@ -143,6 +145,88 @@ def test_memory_panel_shows_bytes_against_the_budget(open_page):
         assert [parts[0], *parts[-3:]] == ["Other 610 MB", "KV rounding 33.6 MB", "Left 1.44 MB", "Budget 5 GB"]
         page.get_by_text("Every entry of the ledger").click()
         assert page.locator("#ledger").get_by_text("workspace").is_visible()
+
+
+def test_memory_panel_says_what_other_is_and_marks_what_is_left(open_page):
+    with serving(FakeClient(control=FakeControl(Time(BEFORE)))) as address:
+        page = open_page(address.url)
+        wait_for_text(page, "#memory-other", "^Other: runtime 420 MB .*libraries.*, workspace 190 MB .*step")
+        assert page.locator("#memory-legend li:not(:has(.swatch))").count() == 0
+        shades = page.locator("#memory-legend .swatch").evaluate_all(
+            "nodes => nodes.map(node => [getComputedStyle(node).background, getComputedStyle(node).border].join())"
+        )
+        assert len(set(shades)) == len(shades)
+
+
+def test_page_shows_throughput_and_how_requests_ended(open_page):
+    client = FakeClient(control=FakeControl(Time(AFTER)))
+    client.count_rejection("queue_full")
+    with serving(client) as address:
+        page = open_page(address.url)
+        wait_for_text(page, "#throughput", r"1\d{3} generated\s*2\d{3} prompt")
+        wait_for_text(page, "#requests", "0 failed .*1 refused")
+        assert page.locator("#refusals").text_content() == "Refused: queue full 1"
+        assert page.locator("#requests .badge").all_text_contents() == [""] * 4
+        client.count_rejection("invalid")
+        client.count_rejection("invalid")
+        wait_for_text(page, "#requests", "3 refused 2 in the last minute")
+        page.get_by_role("slider", name="Throughput").focus()
+        page.keyboard.press("ArrowLeft")
+        assert re.search(
+            r": 1\d{3} generated, 2\d{3} prompt", page.locator("#plot-throughput").get_attribute("aria-valuetext")
+        )
+
+
+def test_operator_changes_the_plan_and_sees_why_another_one_is_refused(open_page):
+    control = FakeControl(Time(BEFORE))
+    with serving(FakeClient(control=control), ServerSettings(admin_key="admin")) as address:
+        page = open_page(address.url)
+        page.get_by_label("Admin key").fill("admin")
+        page.keyboard.press("Enter")
+        wait_for_state(page, "live")
+        page.get_by_role("textbox", name="Layers").fill("3, 5-6")
+        page.get_by_label("to", exact=True).fill("int4")
+        page.get_by_label("KV pages").fill("300")
+        page.get_by_role("button", name="Change plan").click()
+        wait_for_text(page, ".plan-answer", "^Accepted")
+        wait_for_text(page, "#precisions", "int4 3")
+        assert [i for i, name in enumerate(precisions(page)) if name == "int4"] == [3, 5, 6]
+        assert "kv_pages: 300" in control.asked[-1]
+        page.get_by_label("KV pages").fill("1000000")
+        page.get_by_role("button", name="Change plan").click()
+        wait_for_text(page, ".plan-answer", "has 1000000 KV pages, at most")
+        page.get_by_role("combobox", name="Policy").select_option("morph")
+        page.get_by_role("button", name="Set policy").click()
+        wait_for_text(page, "#policy", "^morph$")
+
+
+def test_few_layers_of_a_precision_are_visible_in_the_small_chart(open_page):
+    control = FakeControl(Time(AFTER))
+    samples = [sample | {"precisions": {"bfloat16": 125, "int8": 1}} for sample in control.history()]
+    control.history = lambda since=-1: [sample for sample in samples if sample["time"] > since]
+    with serving(FakeClient(control=control)) as address:
+        page = open_page(address.url)
+        wait_for_state(page, "live")
+        low, whole = page.evaluate(
+            """() => ["int8", "full"].map(name => document.querySelector(`#plot-layers .${name}`).getBBox().height)"""
+        )
+        assert 4.5 <= low <= 6
+        assert whole > 8 * low
+
+
+def test_page_shows_instances_that_failed_or_exchange(open_page):
+    control = FakeControl(Time(AFTER))
+    status = control.status()
+    (only,) = status["instance_states"]
+    control.status = lambda: status
+    with serving(FakeClient(control=control)) as address:
+        page = open_page(address.url)
+        wait_for_state(page, "live")
+        assert page.locator("#instances h3").count() == 0
+        only["state"] = "failed"
+        wait_for_text(page, "#instances", "Instance 0 .*device 0 · ✕ failed, others take its place")
+        only["state"] = "exchanging"
+        wait_for_text(page, "#instances", "KV pages on their way")
 
 
 def test_page_asks_for_the_key_and_keeps_it_for_the_tab_only(open_page):

@@ -111,11 +111,12 @@ def test_tab_reaches_every_control_with_visible_focus(open_page):
         assert [stop for stop in found if stop["ring"] < 2 or not stop["seen"] or not stop["name"]] == []
         names = [stop["name"] for stop in found]
         assert names[:3] == ["Skip to the panels", "15 min", "Forget key"]
-        charts = ["Layers by precision", "Time to first token, P95", "Time per output token", "Memory", "Queue"]
-        assert [name.removesuffix(", over time") for name in names[3:6]] == charts[:3]
-        assert names[6:9] == ["Memory, over time", "Every entry of the ledger", "Queue, over time"]
-        assert names[9] == "The latest decisions, newest first"
-        assert len([name for name in names[10:] if "transition" in name]) == page.locator(".decision").count()
+        charts = ["Layers by precision", "Time to first token, P95", "Time per output token", "Throughput", "Queue"]
+        assert [name.removesuffix(", over time") for name in names[3:9]] == [*charts, "Memory"]
+        assert names[9] == "Every entry of the ledger"
+        assert [name.split()[0] for name in names[10:16]] == ["Policy", "Set", "Layers", "to", "KV", "Change"]
+        assert names[16] == "The latest decisions, newest first"
+        assert len([name for name in names[17:] if "transition" in name]) == page.locator(".decision").count()
 
 
 def test_every_control_works_with_the_keyboard(open_page):
@@ -139,8 +140,8 @@ def test_every_control_works_with_the_keyboard(open_page):
         page.keyboard.press("Tab")  # to the next chart, at the same moment
         assert page.locator("#connection").text_content() == moment
         assert f"At {page.locator('#plot-tpot').get_attribute('aria-valuetext')}".startswith(moment)
-        page.keyboard.press("Tab")  # to the chart of memory
-        page.keyboard.press("Tab")  # away from charts
+        for _ in range(4):  # over the charts of throughput, queue and memory, and away from charts
+            page.keyboard.press("Tab")
         assert page.locator("#connection").text_content() == "Live"
         page.get_by_role("group", name="The latest decisions").focus()
         page.keyboard.press("End")
@@ -176,7 +177,7 @@ def test_only_new_decisions_are_announced(open_page):
     with serving(FakeClient(control=FakeControl(time))) as address:
         page = open_page(address.url)
         wait_for_state(page, "live")
-        assert page.get_by_role("status").all_text_contents() == ["Live", ""]
+        assert page.get_by_role("status").all_text_contents() == ["Live", "", ""]
         time.value = FIRST + 1.4
         wait_for_text(page, "#said", "^morph, failed: layers.10 .*: KV usage")
         page.reload()

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,13 +12,24 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from jaxserve.bench.report.figure import png
-from jaxserve.bench.report.plots import DETAILED, PLOTS, PlottedRun
+from jaxserve.bench.report.plots import DETAILED, PLOTS
+from jaxserve.bench.report.runs import PlottedRun
 from jaxserve.bench.report.series import Requests
 from jaxserve.bench.result import label
 from jaxserve.bench.table import cell, columns_of, remarks, sections
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import write_file, writing
 
+HEADLINES = (  # label, key, unit, decimals
+    ("output tokens per second", "output_throughput", "", 1),
+    ("requests per second", "request_throughput", "", 2),
+    ("median TTFT", "median_ttft_ms", "ms", 0),
+    ("P99 TTFT", "p99_ttft_ms", "ms", 0),
+    ("median TPOT", "median_tpot_ms", "ms", 1),
+    ("P99 TPOT", "p99_tpot_ms", "ms", 1),
+    ("within the objectives", "slo_attainment", "%", 1),
+    ("failed requests", "failed", "", 0),
+)
 RATES = "throughput-against-rate"
 MAX_DRAWN = 8  # results in one plot, as many as there are colours
 CAPTIONS = {
@@ -84,6 +96,7 @@ def render(results: Sequence[Mapping[str, Any]], names: Sequence[str], images: M
         remarks=[
             f"{name}: {remark}" for name, result in zip(names, results, strict=True) for remark in remarks(result)
         ],
+        headlines=[(name, found) for name, result in zip(names, results, strict=True) if (found := _headline(result))],
         plots=[
             {"alt": name.replace("-", " "), "image": _data_uri(image), "caption": _caption(name, len(results))}
             for name, image in images.items()
@@ -95,6 +108,17 @@ def render(results: Sequence[Mapping[str, Any]], names: Sequence[str], images: M
         ],
         commands=list(zip(names, (result.get("command") or "" for result in results), strict=True)),
     )
+
+
+def _headline(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the figures by which a result is judged first, as label and value, as far as it has them."""
+    found = []
+    for figure, key, unit, digits in HEADLINES:
+        value = result.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            scaled = 100 * value if unit == "%" else value
+            found.append((figure, f"{scaled:,.{digits}f}{f' {unit}' if unit else ''}"))
+    return found
 
 
 def _caption(plot: str, count: int) -> str:

@@ -1,8 +1,6 @@
 """The plots of a report. Each overlays all results, or is None if there is nothing to show."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -24,7 +22,7 @@ from jaxserve.bench.report.figure import (
     wide_spread,
 )
 from jaxserve.bench.report.rates import throughput_against_rate
-from jaxserve.bench.report.series import Requests
+from jaxserve.bench.report.runs import Arrays, PlottedRun, united
 
 TIME = "time after the start of the run, s"
 DETAILED = 3  # results for which single requests are drawn; for more, only medians are
@@ -33,21 +31,6 @@ FAR = 1.5  # objectives beyond this factor of the largest latency are not drawn
 GREY, FAILURE = "#bbbbbb", "#cc0000"
 STATISTICS = ((50, "-", "median"), (95, ":", "P95"))
 LATENCIES = {"ttft": "time to first token", "tpot": "time per output token", "e2el": "end-to-end latency"}
-
-
-@dataclass(frozen=True)
-class PlottedRun:
-    """One result with the name and the requests that plots need."""
-
-    name: str
-    result: Mapping[str, Any]
-    requests: Requests
-
-    @property
-    def end_s(self) -> float:
-        """The time at which the last request ended."""
-        ends = self.requests.end_s[np.isfinite(self.requests.end_s)]
-        return float(ends.max()) if len(ends) else 0.0
 
 
 Plot = Callable[[Sequence[PlottedRun]], Figure | None]
@@ -65,8 +48,9 @@ def latency_over_time(metric: str) -> Plot:
         figure, axes = one_axes(f"{metric.upper()} over time", "arrival of the request, s", f"{quantity}, {unit.name}")
         last = max(run.requests.arrival_s.max(initial=0) for run in runs)
         width = series.bin_width(last, max(map(len, values)), PER_POINT)
-        for index, (run, found) in enumerate(zip(runs, values, strict=True)):
-            arrival, shade = run.requests.arrival_s, colour(index)
+        drawn = united(runs, lambda run: (run.requests.arrival_s, run.requests.metric(metric)))
+        for index, run in drawn:
+            arrival, found, shade = run.requests.arrival_s, values[index], colour(index)
             if detailed:
                 axes.scatter(arrival, found * unit.factor, s=6, color=shade, alpha=0.35, linewidths=0)
             for percentile, style, name in STATISTICS if detailed else STATISTICS[:1]:
@@ -100,8 +84,8 @@ def latency_cdfs(runs: Sequence[PlottedRun]) -> Figure | None:
     for metric, axes in zip(metrics, all_axes, strict=True):
         values = [run.requests.metric(metric) for run in runs]
         unit = unit_of(values)
-        for index, (run, found) in enumerate(zip(runs, values, strict=True)):
-            ordered, shares = series.cdf(found)
+        for index, run in united(runs, _of_requests(metric)):
+            ordered, shares = series.cdf(values[index])
             axes.step(ordered * unit.factor, shares, where="post", color=colour(index), linewidth=1.6, label=run.name)
         _mark_objectives(axes, runs, metric, unit, max(np.nanmax(v, initial=0.0) for v in values))
         label_axes(axes, f"{metric.upper()}, {unit.name}", "share of requests" if axes is all_axes[0] else "")
@@ -113,6 +97,10 @@ def latency_cdfs(runs: Sequence[PlottedRun]) -> Figure | None:
             axes.set_xlim(left=0)
     legend(figure, all_axes[0])
     return figure
+
+
+def _of_requests(metric: str) -> Callable[[PlottedRun], Arrays]:
+    return lambda run: (run.requests.metric(metric),)
 
 
 def _mark_objectives(axes: Axes, runs: Sequence[PlottedRun], metric: str, unit: Unit, largest_s: float) -> None:
@@ -131,7 +119,7 @@ def arrivals_and_completions(runs: Sequence[PlottedRun]) -> Figure | None:
     figure, axes = one_axes("Arrivals and completions", TIME, "requests per second")
     width = series.bin_width(max(run.end_s for run in runs), max(len(run.requests.end_s) for run in runs))
     _draw_arrivals(axes, runs, width)
-    for index, run in enumerate(runs):
+    for index, run in united(runs, lambda run: (run.requests.end_s, run.requests.failed.astype(float))):
         requests, prefix = run.requests, f"{run.name}: " if len(runs) > 1 else ""
         edges, completed = series.rate(requests.end_s[~requests.failed], width, run.end_s)
         axes.stairs(completed, edges, color=colour(index), linewidth=1.6, baseline=None, label=f"{prefix}completions")
@@ -159,7 +147,7 @@ def requests_in_flight(runs: Sequence[PlottedRun]) -> Figure | None:
     if not any(len(run.requests.arrival_s) for run in runs):
         return None
     figure, axes = one_axes("Requests in flight, seen by the client", TIME, "requests")
-    for index, run in enumerate(runs):
+    for index, run in united(runs, lambda run: (run.requests.start_s, run.requests.end_s)):
         times, counts = series.in_flight(run.requests)
         axes.step(times, counts, where="post", color=colour(index), linewidth=1.2, label=run.name)
     count_y(axes)
@@ -175,8 +163,8 @@ def server_gauge(name: str, title: str, y: str) -> Plot:
         if all(values is None for values in found):
             return None
         figure, axes = one_axes(title, TIME, y)
-        for index, (run, values) in enumerate(zip(runs, found, strict=True)):
-            if values is not None:
+        for index, run in united(runs, lambda run: _over_time(run, name)):
+            if (values := found[index]) is not None:
                 times = series.server_times(run.result)
                 axes.step(
                     times, values, where="post", clip_on=False, color=colour(index), linewidth=1.4, label=run.name
@@ -188,15 +176,28 @@ def server_gauge(name: str, title: str, y: str) -> Plot:
     return draw
 
 
+def _over_time(run: PlottedRun, *names: str) -> Arrays:
+    """Return the times at which the server was observed and the values of its gauges, for comparing them.
+
+    Of gauges that never change the times do not matter.
+    """
+    times, values = series.server_times(run.result), [series.server_series(run.result, name) for name in names]
+    if all(found is not None and len(found) and (found == found[0]).all() for found in values):
+        return (np.zeros(1), *(None if found is None else found[:1] for found in values))
+    return (times, *values)
+
+
 def kv_usage(runs: Sequence[PlottedRun]) -> Figure | None:
     """Draw KV pages in use and in the pool, or the share of the pool if a server does not report pages."""
     used = [series.server_series(run.result, "kv_pages_used") for run in runs]
     total = [series.server_series(run.result, "kv_pages_total") for run in runs]
-    pages = [(run, u, t) for run, u, t in zip(runs, used, total, strict=True) if u is not None and t is not None]
-    if len(pages) < len(runs):
+    if any(values is None for values in (*used, *total)):
         return _kv_share(runs)
     figure, axes = one_axes("KV pages", TIME, "pages")
-    for index, (run, in_use, capacity) in enumerate(pages):
+    for index, run in united(runs, lambda run: _over_time(run, "kv_pages_used", "kv_pages_total")):
+        in_use, capacity = used[index], total[index]
+        assert in_use is not None
+        assert capacity is not None
         times, shade, prefix = series.server_times(run.result), colour(index), f"{run.name}: " if len(runs) > 1 else ""
         axes.step(times, in_use, where="post", clip_on=False, color=shade, linewidth=1.4, label=f"{prefix}in use")
         axes.step(times, capacity, "--", where="post", color=shade, linewidth=1.2, label=f"{prefix}capacity")
@@ -210,8 +211,8 @@ def _kv_share(runs: Sequence[PlottedRun]) -> Figure | None:
     if all(share is None for share in shares):
         return None
     figure, axes = one_axes("KV cache in use", TIME, "percent")
-    for index, (run, share) in enumerate(zip(runs, shares, strict=True)):
-        if share is not None:
+    for index, run in united(runs, lambda run: _over_time(run, "kv_cache_usage_perc")):
+        if (share := shares[index]) is not None:
             times = series.server_times(run.result)
             axes.step(
                 times, 100 * share, where="post", clip_on=False, color=colour(index), linewidth=1.4, label=run.name

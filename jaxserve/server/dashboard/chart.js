@@ -58,12 +58,13 @@ export class Timeline {
  * - `reference()`: {value, label} of a reference line, or null
  * - `kind`: seconds, bytes or count
  * - `floor`: minimum top of the axis
+ * - `least`: height in px that each area of a stacked chart has at least, unless its value is 0
  * - `alarm`: marks values above the reference
  * - `text(sample)`: describes a sample in words
  */
 export class Chart {
   constructor(host, timeline, options) {
-    Object.assign(this, { reference: () => null, kind: "count", floor: 0, alarm: false, stacked: false }, options);
+    Object.assign(this, { reference: () => null, kind: "count", floor: 0, least: 0, alarm: false, stacked: false }, options);
     this.host = host;
     this.timeline = timeline;
     this.clip = `clip-${(ids += 1)}`;
@@ -175,13 +176,14 @@ export class Chart {
   }
 
   #areas(samples) {
+    const heights = new Map(samples.map((sample) => [sample, this.#heights(sample)]));
     const below = new Map();
-    return this.series.map((series) => {
+    return this.series.map((series, i) => {
       const points = samples.map((sample) => {
         const base = below.get(sample) ?? 0;
-        const next = base + (series.value(sample) ?? 0);
+        const next = base + heights.get(sample)[i];
         below.set(sample, next);
-        return [this.#x(sample.time), this.#y(base), this.#y(next), sample.time];
+        return [this.#x(sample.time), this.box.bottom - base, this.box.bottom - next, sample.time];
       });
       const runs = split(points, (a, b) => b[3] - a[3] > GAP);
       const d = runs
@@ -193,6 +195,16 @@ export class Chart {
         .join("");
       return shape("path", { class: `area ${series.class}`, d, "clip-path": `url(#${this.clip})` });
     });
+  }
+
+  /** Returns the heights in px of a sample's areas. Those below `least` are drawn higher, and the highest one lower. */
+  #heights(sample) {
+    const { top, bottom } = this.box;
+    const heights = this.series.map((series) => ((series.value(sample) ?? 0) / this.top) * (bottom - top));
+    const drawn = heights.map((height) => (height > 0 ? Math.max(height, this.least) : 0));
+    const added = drawn.reduce((sum, height, i) => sum + height - heights[i], 0);
+    drawn[drawn.indexOf(Math.max(...drawn))] -= added;
+    return drawn;
   }
 
   /** Returns the path of a line through the samples, broken at gaps. With `base`, returns the area between both. */

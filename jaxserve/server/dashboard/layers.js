@@ -10,6 +10,7 @@ const MAX_LARGE = 24; // layers of an instance; more are drawn smaller
 const MAX_ROWS = 8;
 const MIN_WIDTH = { large: 32, small: 33, tiny: 19 }; // px of a layer
 const GAP = { large: 5, small: 4, tiny: 3 }; // px, as in style.css
+const CONDITIONS = { exchanging: "KV pages on their way", failed: "✕ failed, others take its place" };
 const STILL = matchMedia("(prefers-reduced-motion: reduce)");
 
 /** Returns the CSS class for the colour of a precision, which depends only on its bits. */
@@ -36,7 +37,8 @@ export class Strip {
    */
   show({ layers: instances, instances: names, num_instances: total, precisions, instance_states: states = [] }) {
     this.several ||= total > 1; // once there were several, the only one has its name as well
-    const shape = [total, names, ...instances.map((layers) => layers.map((layer) => layer.block).join())].join(";");
+    this.several ||= states.some(({ state }) => state === "failed"); // which the only one has to say, too
+    const shape = [this.several, total, names, ...instances.map((layers) => layers.map((layer) => layer.block).join())].join(";");
     if (shape !== this.shape) this.#build(instances, names, total);
     this.shape = shape;
     this.#arrange();
@@ -71,11 +73,13 @@ export class Strip {
     if (!state) return;
     const parts = [where(state)];
     if (state.lanes > 1) parts.unshift(`group of ${state.lanes}`);
-    if (state.draining) parts.push("draining");
+    const condition = state.state ?? (state.draining ? "draining" : "serving");
+    if (condition !== "serving") parts.push(CONDITIONS[condition] ?? condition);
     parts.push(`${state.running} running, KV ${joined(percent(state.kv_usage))}`);
     if (state.held) parts.push(`${state.held} held until their KV has come`);
     setText(node, parts.join(" · "));
-    node.classList.toggle("draining", state.draining);
+    node.classList.toggle("draining", condition === "draining" || condition === "exchanging");
+    node.classList.toggle("failed", condition === "failed");
   }
 
   /** Marks the first layer of each stage after the first one. */

@@ -6,11 +6,14 @@ import { brief, clock, clockSeconds, joined, seconds, signs } from "./format.js"
 import { Strip, tone } from "./layers.js";
 import { Log } from "./log.js";
 import { Memory, PARTS } from "./memory.js";
+import { PlanForm } from "./plan.js";
+import { Requests } from "./requests.js";
 import { Refused, Stream } from "./stream.js";
 
 const KEY = "jaxserve-admin-key"; // in sessionStorage: gone with the tab
 const KEPT = 15 * 60; // seconds of history
 const MIN_RANGE = 60; // seconds that the charts show at least
+const MIN_AREA = 5; // px of the area of a precision that few layers have
 const TONES = ["full", "int8", "int4", "int3"];
 const NOTHING = "The policy has not had to change anything yet.";
 // Seconds by which an event may be late before the offset between the clocks is measured again.
@@ -28,6 +31,7 @@ const memory = new Memory({
   legend: byId("memory-legend"),
   number: byId("memory"),
   total: byId("cache"),
+  other: byId("memory-other"),
   table: byId("ledger").tBodies[0],
   title: byId("ledger-title"),
 });
@@ -45,12 +49,18 @@ const QUEUE = [
   { name: "In the waiting room", class: "room", value: (sample) => (state.roomUsed ? (sample.waiting_room ?? 0) : null) },
 ];
 
+const RATES = [
+  { name: "Generated", class: "running", value: (sample) => sample.generated_tokens_per_s ?? 0 },
+  { name: "Prompt", class: "waiting", value: (sample) => sample.prompt_tokens_per_s ?? 0 },
+];
+
 const charts = [
   new Chart(byId("plot-layers"), timeline, {
     name: "Layers by precision",
     stacked: true,
     exact: true,
     floor: 1,
+    least: MIN_AREA,
     series: TONES.toReversed().map((name) => ({ name, class: name, value: (sample) => layersOf(sample, name) })),
     text: (sample) => Object.entries(sample.precisions).map(([name, count]) => `${count} in ${name}`).join(", "),
   }),
@@ -70,6 +80,12 @@ const charts = [
     series: [{ name: "TPOT", class: "main", value: (sample) => sample.tpot }],
     reference: () => objective("slo_tpot"),
     text: (sample) => inWords(sample.tpot),
+  }),
+  new Chart(byId("plot-throughput"), timeline, {
+    name: "Throughput",
+    floor: 10,
+    series: RATES,
+    text: (sample) => RATES.map((series) => `${perSecond(series.value(sample))} ${series.name.toLowerCase()}`).join(", "),
   }),
   new Chart(byId("plot-memory"), timeline, {
     name: "Memory",
@@ -92,11 +108,20 @@ function inRoom(sample) {
   return sample.waiting_room ? `, ${sample.waiting_room} in the waiting room: no instance can hold them` : "";
 }
 
-const queueNumbers = QUEUE.map((series) => {
-  const number = element("b", { class: "number" });
-  byId("queue").append(element("li", {}, swatch(series.class), number, ` ${series.name.toLowerCase()}`));
-  return number;
-});
+/** Adds an item with a number for each of some series to a list, and returns the nodes of the numbers. */
+function numbersIn(list, allSeries) {
+  return allSeries.map((series) => {
+    const number = element("b", { class: "number" });
+    list.append(element("li", {}, series.class ? swatch(series.class) : "", number, ` ${series.name.toLowerCase()}`));
+    return number;
+  });
+}
+
+const queueNumbers = numbersIn(byId("queue"), QUEUE);
+const rateNumbers = numbersIn(byId("throughput"), RATES);
+const perSecond = (rate) => (rate > 0 && rate < 9.95 ? rate.toFixed(1) : String(Math.round(rate)));
+const requests = new Requests(byId("requests"), byId("refusals"));
+const plan = new PlanForm(byId("change"), () => stream.key);
 
 function late(sample) {
   return slo() !== null && sample.ttft_p95 != null && sample.ttft_p95 > slo();
@@ -115,6 +140,7 @@ function showMoment() {
   badge.className = `badge ${sample.ttft_p95 == null ? "" : late(sample) ? "bad" : "good"}`;
   setText(badge, verdict(sample));
   setText(byId("rate"), sample.tpot ? `${(1 / sample.tpot).toFixed(0)} tokens/s per request` : "nothing generated");
+  RATES.forEach((series, i) => setText(rateNumbers[i], perSecond(series.value(sample))));
   QUEUE.forEach((series, i) => setText(queueNumbers[i], String(series.value(sample))));
   queueNumbers.at(-1).parentElement.hidden = !sample.waiting_room;
   memory.show(sample);
@@ -154,6 +180,7 @@ function showStatus({ model, phase, status }) {
   const idle = status.policy === "static" ? "The policy is static: the plan does not change." : NOTHING;
   setText(byId("log-empty"), idle);
   strip.show(status);
+  plan.show(status);
 }
 
 /** Shows what the plan in force costs in quality. */
@@ -191,6 +218,7 @@ function showEvent(event, first) {
   }
   showPanels(true);
   showStatus(event);
+  if (event.requests) requests.show(event.requests, status.time, first);
   if (timeline.samples.length) memory.update(status, timeline.samples);
   showCharts();
   showMoment();

@@ -13,9 +13,16 @@ export const PARTS = [
 const OTHER = { name: "Other", class: "other", value: (sample) => sample.other_bytes };
 const WHOLE = [OTHER, ...PARTS];
 const TOTALS = [
-  { name: "Left", value: (sample) => sample.budget - OTHER.value(sample) - held(sample) },
-  { name: "Budget", value: (sample) => sample.budget, round: true },
+  { name: "Left", class: "left", value: (sample) => sample.budget - OTHER.value(sample) - held(sample) },
+  { name: "Budget", class: "budget", value: (sample) => sample.budget, round: true },
 ];
+const APART = new Set(["weights", "kv"]); // entries of the ledger that are not part of "Other"
+const MEANINGS = {
+  workspace: "buffers of a step",
+  exchange: "second copies while the plan changes",
+  variants: "layers kept in further precisions",
+  runtime: "programs and libraries",
+};
 // The room for weights and KV pages is the enlarged scale unless it is more than this multiple of their bytes.
 const MAX_ROOM = 3;
 const MAX_ENLARGED = 0.5; // share of the budget above which nothing is enlarged
@@ -36,7 +43,7 @@ export class Memory {
     this.close = PARTS.map((part) => this.#bar(this.closer, part));
     this.sizes = [...WHOLE, ...TOTALS].map((part) => {
       const size = element("data");
-      this.legend.append(element("li", {}, part.class ? swatch(part.class) : "", `${part.name} `, size));
+      this.legend.append(element("li", {}, swatch(part.class), `${part.name} `, size));
       return { part, size };
     });
   }
@@ -64,6 +71,7 @@ export class Memory {
       element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, joined(bytes(size)))),
     );
     this.table.replaceChildren(...rows);
+    setText(this.other, partsOfOther(entries));
     const devices = Math.round(newest.budget / status.budget);
     setText(this.title, `Every entry of the ledger${devices > 1 ? `, on the fullest of ${devices} devices` : ""}`);
   }
@@ -89,4 +97,11 @@ export class Memory {
   describe(sample) {
     return [...WHOLE, ...TOTALS].map((part) => `${part.name} ${written(part, sample)}`).join(", ");
   }
+}
+
+/** Returns in words what "Other" consists of, the largest entries first. */
+function partsOfOther(entries) {
+  const parts = entries.filter(([name, size]) => size > 0 && !APART.has(name));
+  const named = parts.map(([name, size]) => `${name} ${joined(bytes(size))}${name in MEANINGS ? ` (${MEANINGS[name]})` : ""}`);
+  return named.length ? `Other: ${named.join(", ")}` : "";
 }

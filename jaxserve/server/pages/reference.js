@@ -7,6 +7,8 @@ import { coloured, copyButton } from "./code.js";
 
 const ADMIN_KEY = "jaxserve-admin-key"; // in sessionStorage, as in the dashboard
 const MAX_DEPTH = 4; // of objects in objects
+const MAX_ROWS = 12; // fields of an object; of more, only the usual ones are unfolded
+const USUAL = ["model", "messages", "input", "prompt", "stream", "max_tokens", "max_output_tokens", "temperature", "top_p", "stop", "seed", "n", "tools", "tool_choice", "response_format", "system", "instructions"];
 const MAX_SHOWN = 50_000; // characters of an answer
 const HELLO = [{ role: "user", content: "Hello" }];
 const EXAMPLES = {
@@ -100,11 +102,11 @@ class Endpoint {
     }
     const body = operation.requestBody?.content;
     const schema = resolved(body?.["application/json"]?.schema);
-    if (schema) parts.push(element("h3", {}, "Body"), ...fieldsOf(schema));
     const example = body ? JSON.stringify(exampleOf(path, schema), null, 2) : null;
     const command = curl(method, path, example);
     const copy = element("div", { class: "row" }, element("h3", {}, "Command"), copyButton("Copy", () => command));
     parts.push(copy, element("pre", { tabindex: "0" }, command), new Trial(this, parameters, example).node);
+    if (schema) parts.push(element("h3", {}, "Fields of the body"), ...fieldsOf(schema));
     this.node.append(appendAll(element("div"), parts));
   }
 }
@@ -191,8 +193,13 @@ const resolved = (schema) => (schema?.$ref ? schemas[schema.$ref.split("/").at(-
 function fieldsOf(schema, depth = 0) {
   const fields = Object.entries(schema.properties ?? {});
   const needed = new Set(schema.required);
-  fields.sort(([a], [b]) => needed.has(b) - needed.has(a));
-  const parts = fields.length ? [tableOf(fields.map(([name, field]) => row(name, typeOf(field), needed.has(name), field)))] : [];
+  const rank = ([name]) => (needed.has(name) ? 0 : USUAL.includes(name) ? 1 : 2);
+  fields.sort((a, b) => rank(a) - rank(b));
+  const rows = fields.map(([name, field]) => row(name, typeOf(field), needed.has(name), field));
+  const shown = rows.length > MAX_ROWS ? fields.filter((field) => rank(field) < 2).length : rows.length;
+  const parts = shown ? [tableOf(rows.slice(0, shown))] : [];
+  const rest = rows.length - shown;
+  if (rest) parts.push(element("details", {}, element("summary", {}, `${rest} further fields`), tableOf(rows.slice(shown))));
   for (const [name, field] of depth < MAX_DEPTH ? fields : []) {
     for (const inner of objectsIn(field)) {
       parts.push(element("details", {}, element("summary", {}, `Fields of ${name}: ${inner.title}`), ...fieldsOf(inner, depth + 1)));
