@@ -26,7 +26,7 @@ from tests.server.serving import serving
 
 
 def test_answer_is_shown_as_markdown_with_its_reasoning_and_speed(open_page):
-    client = talker(THOUGHT + ANSWER, TEMPLATE)
+    client = talker(THOUGHT + ANSWER, TEMPLATE, delay=0.001)
     with serving(client) as address:
         page = open_page(address.url, "/")
         wait_for_model(page)

@@ -12,6 +12,7 @@ import pytest
 from bench.morph_parts.measure import MODEL_NAME, started
 from bench.morph_parts.systems import ACCURACY, Setup, envelope, systems
 from jaxserve.core.bundled import bundled_model_path
+from tests.server.chatting import ask, say, wait_for_answer
 from tests.server.pages import PHONE, precisions, save_screenshot, wait_for_state, wait_for_text
 
 # The options of tests/bench/test_morph.py, so that both share a compilation cache.
@@ -20,7 +21,7 @@ LAYERS = 8
 AT_ONCE = 64  # requests of the burst: more than a fast machine starts within the objective
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Run `jaxserve serve --policy morph` with a budget for full precision and 56 pages, as in the demonstration."""
     with started(systems(SETUP, envelope(SETUP))[ACCURACY]) as url:
@@ -125,3 +126,43 @@ def test_dashboard_of_a_real_server_shows_a_burst_begin_and_end(open_page, url):
         page.keyboard.press("ArrowLeft")
     assert any("in int4" in text for text in texts), "the burst is in the history"
     assert texts[-1].endswith(f" {LAYERS} in bfloat16"), "and so is the time before it"
+
+
+def test_chat_page_of_a_real_server_shows_layers_that_change_while_it_answers(open_page, url):
+    """The bundled model has no chat template, so the page goes on with texts."""
+    page = open_page(url, "/")
+    wait_for_text(page, "#mode", "goes on with your text")
+    page.wait_for_selector("#side-layers .cell")
+    assert precisions(page) == ["bf16"] * LAYERS
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Maximum tokens").fill("200")
+    page.get_by_label("Temperature").fill("0")
+    page.keyboard.press("Escape")
+    plan = httpx.get(f"{url}/admin/plan").json()
+    (stage,) = plan["instances"][0]["stages"]
+    turned = {f"layers.{layer}": "int4" if layer < 3 else "bfloat16" for layer in range(LAYERS)}
+    ends = {name: stage["blocks"][name] for name in ("embed", "head")}
+    stage["blocks"] = {"embed": ends["embed"], **turned, "head": ends["head"]}
+
+    with burst(url):  # which keeps the answer from ending at once
+        say(page, "def add(")
+        page.wait_for_selector("#stop:not([hidden])")
+        httpx.put(f"{url}/admin/plan", json=plan).raise_for_status()
+        wait_for_text(page, "#side-policy", "^manual$")
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('.cell')].map(cell => cell.matches('.int4')).join() =="
+            " 'true,true,true,false,false,false,false,false'"
+        )
+        wait_for_answer(page)
+        wait_for_text(page, "#side-running", r"[1-9]")
+        wait_for_text(page, "#side-rate", r"[1-9]")
+        save_screenshot(page, "chat-live")
+    answer = page.locator(".assistant")
+    assert answer.locator(".fault").is_hidden()
+    assert len(answer.locator(".plain-text").text_content()) > 50
+    assert "cut at the limit of tokens" in answer.locator(".stats").text_content()
+    page.get_by_text("Change the plan while it answers").click()
+    page.get_by_role("combobox", name="Policy").select_option("morph")
+    page.get_by_role("button", name="Set policy").click()
+    assert ask(page, "\n\n").locator(".fault").is_hidden()
+    page.wait_for_function("() => !document.querySelector('.cell.int4')")

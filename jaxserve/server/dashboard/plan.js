@@ -68,8 +68,8 @@ export class PlanForm {
       if (chosen !== "all" && instance.name !== chosen) continue;
       edit(instance, this.layers.value, this.precision.value.trim(), pages ? wholeNumber(pages) : null);
     }
-    const status = await this.#call("PUT", "admin/plan", plan);
-    return status.busy || status.target_version ? "Accepted: the engine is changing to this plan." : "Accepted: the policy manual keeps this plan.";
+    await this.#call("PUT", "admin/plan", plan);
+    return "Accepted: the engine changes to this plan, and the policy manual keeps it.";
   }
 
   async #call(method, path, body) {

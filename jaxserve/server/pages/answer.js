@@ -4,6 +4,7 @@ import { post } from "./api.js";
 import { responseFormat, sampling, tools } from "./settings.js";
 
 const STREAMED = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+const MIN_SECONDS = 0.05; // of generation, below which a speed says nothing
 const TEXT_TOKENS = 256; // of a completed text, unless the settings say otherwise
 
 /** Returns a new message of the model. */
@@ -91,5 +92,6 @@ function count({ stats }, usage, began, now) {
   stats.ttft = (stats.first - began) / 1e3;
   stats.firstTokens ??= stats.tokens;
   const later = stats.tokens - stats.firstTokens;
-  if (later > 0 && stats.reason === undefined) stats.rate = (later / (now - stats.first)) * 1e3;
+  const seconds = (now - stats.first) / 1e3;
+  if (later > 0 && seconds > MIN_SECONDS && stats.reason === undefined) stats.rate = later / seconds;
 }

@@ -86,7 +86,7 @@ class AnswerView {
     this.#showCalls(calls, open);
     this.fault.hidden = !error;
     if (error) setText(this.fault, error);
-    setText(this.stats, inNumbers(stats, state));
+    setText(this.stats, inNumbers(stats, error ? "" : state));
     this.copy.hidden = open || !content;
     this.again.hidden = !last || busy;
     setText(this.again, error ? "Try again" : "Regenerate");

@@ -76,7 +76,7 @@ export class Side {
     setText(byId("side-note"), signs(note));
   }
 
-  #showLoad(sample, { kv_pages: pages }) {
+  #showLoad(sample, { kv_pages: { total } }) {
     const rate = sample.generated_tokens_per_s ?? 0;
     setQuantity(byId("side-rate"), [rate < 9.95 && rate > 0 ? rate.toFixed(1) : String(Math.round(rate)), "tokens/s"]);
     setText(byId("side-running"), String(sample.running));
@@ -84,7 +84,7 @@ export class Side {
     setQuantity(byId("side-kv"), percent(sample.kv_usage));
     byId("side-kv-bar").style.width = `${sample.kv_usage * 100}%`;
     const cache = brief(bytes(sample.kv_used_bytes + sample.kv_free_bytes));
-    setText(byId("side-pages"), `${pages.used} of ${pages.total} pages, ${cache}`);
+    setText(byId("side-pages"), `${Math.round(sample.kv_usage * total)} of ${total} pages, ${cache}`);
     setText(byId("side-weights"), joined(bytes(sample.weight_bytes)));
   }
 
