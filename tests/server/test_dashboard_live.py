@@ -29,7 +29,7 @@ def url() -> Iterator[str]:
 
 
 @contextmanager
-def burst(url: str) -> Iterator[None]:
+def burst(url: str, at_once: int = AT_ONCE) -> Iterator[None]:
     """Keep requests in flight until the block ends, and check that all of them were answered."""
     over = threading.Event()
     body = {"model": MODEL_NAME, "max_tokens": 200, "ignore_eos": True}
@@ -39,8 +39,8 @@ def burst(url: str) -> Iterator[None]:
             while not over.is_set():
                 http.post("/v1/completions", json=body | {"prompt": [300 + number] * 160}).raise_for_status()
 
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        asked = [threads.submit(ask, number) for number in range(AT_ONCE)]
+    with ThreadPoolExecutor(at_once) as threads:
+        asked = [threads.submit(ask, number) for number in range(at_once)]
         try:
             yield
         finally:
@@ -129,22 +129,22 @@ def test_dashboard_of_a_real_server_shows_a_burst_begin_and_end(open_page, url):
 
 
 def test_chat_page_of_a_real_server_shows_layers_that_change_while_it_answers(open_page, url):
-    """The bundled model has no chat template, so the page goes on with texts."""
     page = open_page(url, "/")
-    wait_for_text(page, "#mode", "goes on with your text")
     page.wait_for_selector("#side-layers .cell")
     assert precisions(page) == ["bf16"] * LAYERS
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Maximum tokens").fill("200")
     page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Use").select_option("text")  # which suits the bundled model
     page.keyboard.press("Escape")
+    wait_for_text(page, "#mode", "goes on with your text")
     plan = httpx.get(f"{url}/admin/plan").json()
     (stage,) = plan["instances"][0]["stages"]
     turned = {f"layers.{layer}": "int4" if layer < 3 else "bfloat16" for layer in range(LAYERS)}
     ends = {name: stage["blocks"][name] for name in ("embed", "head")}
     stage["blocks"] = {"embed": ends["embed"], **turned, "head": ends["head"]}
 
-    with burst(url):  # which keeps the answer from ending at once
+    with burst(url, at_once=6):  # which keeps the answer from ending at once
         say(page, "def add(")
         page.wait_for_selector("#stop:not([hidden])")
         httpx.put(f"{url}/admin/plan", json=plan).raise_for_status()
