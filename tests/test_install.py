@@ -157,6 +157,12 @@ def test_kernels_that_are_required_or_wanted_in_unknown_ways_stop_the_build(unpa
         built("wheel", unpacked, JAXSERVE_BUILD_KERNELS=wanted)
 
 
+def test_source_distribution_has_no_other_distribution_and_no_built_library(sdist):
+    with tarfile.open(sdist) as archive:
+        names = archive.getnames()
+    assert not [name for name in names if name.endswith((".whl", ".gz", ".zip", ".so"))]
+
+
 def test_distributions_can_be_published(sdist, wheel, tmp_path):
     checked = run([sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)], tmp_path, NO_COLOR="1")
     assert checked.stdout.count("PASSED") == 2
