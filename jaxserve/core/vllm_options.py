@@ -192,7 +192,6 @@ _SERVER: Mapping[str, OtherName] = {
     **use("it is always so", "enable_prompt_tokens_details", "enable_request_id_headers", neutral=ALWAYS),
     **use("it is always so", "exclude_tools_when_tool_choice_none", "enable_metrics", "metrics", neutral=ALWAYS),
     **use("it is always so", "enable_ssl_refresh", neutral=ALWAYS),
-    **use("they are those of Python's ssl module", "ssl_ciphers"),
     **use("it is always so", "enable_offline_docs", "embedding", "embeddings", "allow_credentials", neutral=ALWAYS),
     **use("content is given to the template as text", "chat_template_content_format", neutral=("auto", "string")),
     **use("the role is always assistant", "response_role", neutral=("assistant",)),
@@ -216,7 +215,6 @@ _SERVER: Mapping[str, OtherName] = {
     **ignored("it is not part of this server", "cohere_is_reasoning_model", "cohere_format", "slots"),
     **ignored("it is not part of this server", "fingerprint_mode", "fingerprint_value", "enable_per_request_metrics"),
     **ignored("`access_log` leaves probes out", "disable_access_log_for_endpoints"),
-    **use("it is always so", "enable_ssl_refresh", neutral=ALWAYS),
     **use("TLS 1.2 and 1.3 have the ciphers of OpenSSL's defaults", "ssl_ciphers"),
     **use("use `precision`, and any model for embeddings", "is_embedding"),
     # Options of engines, with what to do instead on a command line.
