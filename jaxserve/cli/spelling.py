@@ -11,7 +11,7 @@ from typing import Any
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.keywords import OtherName, nearest
 from jaxserve.core.other_values import VALUES
-from jaxserve.core.vllm_options import SHORT, takes_value
+from jaxserve.core.vllm_options import SHORT, takes_value, takes_values
 
 BOOLEANS = {"true": True, "false": False}
 NEGATIVE_NUMBER = re.compile(r"-\d.*")
@@ -52,8 +52,13 @@ class Speller:
                 found.append([argument])
                 continue
             found += (parts := self._option(argument, rest))
-            while self._others and parts and self._is_repeatable(parts[-1][0]) and rest and not rest[0].startswith("-"):
-                found.append(last := [parts[-1][0], rest.popleft()])
+            while self._others and rest and not rest[0].startswith("-"):
+                if parts and self._is_repeatable(parts[-1][0]):
+                    found.append(last := [parts[-1][0], rest.popleft()])
+                elif takes_values(_key(_split(argument)[0])):  # without effect, as in --cudagraph-capture-sizes 1 2 4
+                    last = ["", rest.popleft()]
+                else:
+                    break
         if last and self._lacks_argument(found):
             # As in --served-model-name NAME MODEL, with which jaxserve's own command lines may end.
             found = [*(part for part in found if part is not last), last[1:]]
@@ -71,7 +76,7 @@ class Speller:
         name, value = _split(argument)
         if name in self._own:
             return self._own_option(name, value, rest)
-        key = SHORT.get(name, name.lstrip("-").partition(".")[0].replace("-", "_"))
+        key = _key(name)
         negated = key not in self._others and key.startswith("no_")
         key = key.removeprefix("no_") if negated else key
         if key in self._others:
@@ -144,6 +149,12 @@ def _split(argument: str) -> tuple[str, str | None]:
         return "-O", argument[2:].lstrip("=")
     name, equals, value = argument.partition("=")
     return name.replace("_", "-"), value if equals else None
+
+
+def _key(name: str) -> str:
+    """Return the name in the tables of an option of another engine, as of -cc.mode or --compilation-config.mode."""
+    stem = name.partition(".")[0]
+    return SHORT.get(stem, stem.lstrip("-").replace("-", "_"))
 
 
 def _flag(name: str) -> str:

@@ -62,9 +62,9 @@ def use(reason: str, *names: str, neutral: tuple[Any, ...] = EMPTY, each: bool =
     return dict.fromkeys(names, OtherName(reason=reason, neutral=neutral, each=each))
 
 
-def ignored(reason: str, *names: str) -> dict[str, OtherName]:
-    """Return the entries of keyword arguments that are ignored, and logged with the reason."""
-    return dict.fromkeys(names, OtherName(reason=reason, ignored=True))
+def ignored(reason: str, *names: str, neutral: tuple[Any, ...] = EMPTY) -> dict[str, OtherName]:
+    """Return the entries of keyword arguments that are ignored, and logged with the reason unless they are neutral."""
+    return dict.fromkeys(names, OtherName(reason=reason, neutral=neutral, ignored=True))
 
 
 def explains_keywords(others: Mapping[str, OtherName], what: str = "") -> Callable[[T], T]:

@@ -17,6 +17,7 @@ ON_DEVICE = "weights stay on the device: use `precision` for smaller ones"
 POOLED = "embeddings are normalised last hidden states"
 NO_SPECULATION = "there is no speculative decoding"
 NOT_RETURNED = "it is not returned"
+TASKS = ("auto", "generate", "none", "embed", "embedding", "pooling")  # what any model does here
 
 _RENAMED = same(
     tensor_parallel_size="tp",
@@ -43,9 +44,7 @@ _MODEL = {
     **use("change config.json in the model's folder", "model_class_overrides", "disable_sliding_window"),
     **use(NO_LORA, "enable_lora", "lora_modules", "default_mm_loras", "lora_target_modules"),
     **ignored(NO_LORA, "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "fully_sharded_loras"),
-    **use(
-        "use generate, chat or embed of any model", "task", "runner", "convert", neutral=("auto", "generate", "none")
-    ),
+    **use("use generate, chat or embed of any model", "task", "runner", "convert", neutral=TASKS),
     **use(POOLED, "pooler_config", "override_pooler_config"),
     **use("give prompts as text or token ids", "enable_prompt_embeds"),
     **use("use logit_bias, bad_words or structured of SamplingParams", "logits_processors"),
@@ -84,7 +83,7 @@ _MEMORY = {
 _SCHEDULING = {
     **use(NO_SPECULATION, "speculative_config", "speculative_model", "num_speculative_tokens"),
     **use(NO_SPECULATION, "spec_method", "spec_model", "spec_tokens"),
-    **use("prompts are always computed in chunks", "enable_chunked_prefill", neutral=(True,)),
+    **ignored("prompts are always computed in chunks", "enable_chunked_prefill", neutral=(True,)),
     **use("requests with a smaller priority are served first", "scheduling_policy", neutral=("fcfs", "priority")),
     **use("use `max_num_seqs`", "max_num_active_seqs"),
     **use("use `max_num_batched_tokens`", "max_num_scheduled_tokens"),
@@ -208,17 +207,21 @@ _SERVER: Mapping[str, OtherName] = {
     **ignored("prompts and answers are never logged: see `access_log`", "enable_log_deltas", "max_log_len"),
     **ignored("requests are only logged with `access_log`", "disable_uvicorn_access_log", "disable_log_requests"),
     **ignored("see `log_level`", "log_error_stack", "log_disable", "verbose"),
+    **ignored("a line of all steps is logged every `log_interval` seconds", "enable_logging_iteration_details"),
+    **use("use `log_config_file`", "logging_config"),
     **ignored("heads of requests have a fixed limit", "h11_max_incomplete_event_size", "h11_max_header_count"),
     **ignored("pages of `cors_origin` may use all methods and headers", "allowed_methods", "allowed_headers"),
     **ignored("one process serves", "disable_frontend_multiprocessing", "data_parallel_supervisor_port"),
     **ignored("it is not part of this server", "disable_fastapi_docs", "enable_tokenizer_info_endpoint", "webui"),
     **ignored("it is not part of this server", "cohere_is_reasoning_model", "cohere_format", "slots"),
     **ignored("it is not part of this server", "fingerprint_mode", "fingerprint_value", "enable_per_request_metrics"),
+    **ignored("variables of vLLM are not read, and named at the start", "fail_on_environ_validation"),
+    **ignored("`reasoning_parser` alone decides", "enable_reasoning"),
     **ignored("`access_log` leaves probes out", "disable_access_log_for_endpoints"),
     **use("TLS 1.2 and 1.3 have the ciphers of OpenSSL's defaults", "ssl_ciphers"),
     **use("use `precision`, and any model for embeddings", "is_embedding"),
     # Options of engines, with what to do instead on a command line.
-    **use("any model generates, chats and embeds", "task", "runner", "convert", neutral=("auto", "generate", "none")),
+    **use("models generate, chat and embed alone", "task", "runner", "convert", neutral=TASKS),
     **use("requests give their sampling parameters", "logits_processors", "logits_processor_pattern"),
     **use("stop the server, and start it again", "enable_sleep_mode"),
     **use("set the environment variable HF_TOKEN, which other users of the machine cannot see", "hf_token"),
@@ -256,11 +259,24 @@ _SWITCHES = frozenset(
         *("exclude_tools_when_tool_choice_none", "kv_sharing_fast_prefill", "log_requests", "is_embedding"),
         *("skip_mm_profiling", "speculative_disable_mqa_scorer", "guided_decoding_disable_fallback"),
         *("guided_decoding_disable_any_whitespace", "jinja", "cont_batching", "mlock", "mmap", "metrics", "embedding"),
-        *("embeddings", "slots", "webui", "log_disable", "verbose"),
+        *("embeddings", "slots", "webui", "log_disable", "verbose", "fail_on_environ_validation"),
+    }
+)
+_LISTS = frozenset(
+    {
+        *("cuda_graph_sizes", "cudagraph_capture_sizes", "cuda_graph_bs", "ignore_patterns", "allowed_media_domains"),
+        *("collect_detailed_traces",),
     }
 )
 
 
 def takes_value(name: str) -> bool:
     """Return whether an option of another engine is followed by a value on its command line."""
+    if name == "disable_access_log_for_endpoints":
+        return True
     return name not in _SWITCHES and not name.startswith(_SWITCH_BEGINNINGS)
+
+
+def takes_values(name: str) -> bool:
+    """Return whether an option of another engine that is ignored may be followed by several values."""
+    return name in _LISTS
