@@ -59,8 +59,9 @@ def test_kustomizations_name_their_files():
         (content,) = documents(path)
         named = content["resources"] + [patch["path"] for patch in content.get("patches", [])]
         assert all((path.parent / name).exists() for name in named)
-        beside = {file.name for file in path.parent.glob("*.yaml")} - {path.name}
+        beside = {file.name for file in path.parent.iterdir()} - {path.name}
         assert beside <= set(named)
+    assert {path.name for path in FOLDER.iterdir()} == {"cpu", "gpu"}
 
 
 def test_server_can_end_before_it_is_killed():

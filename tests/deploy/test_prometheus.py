@@ -27,6 +27,14 @@ def test_configuration_is_valid():
 
 
 @needs_promtool
+def test_settings_in_comments_are_valid(tmp_path):
+    text = (FOLDER / "prometheus.yml").read_text()
+    assert "# scheme: https" in text
+    (tmp_path / "tls.yml").write_text(re.sub(r"^( *)# (\w+: \S.*)$", r"\1\2", text, flags=re.MULTILINE))
+    promtool("check", "config", "--syntax-only", str(tmp_path / "tls.yml"))
+
+
+@needs_promtool
 def test_alerts_fire_when_they_should():
     promtool("test", "rules", "alerts_test.yml")
 
