@@ -1,16 +1,13 @@
 """Formats of tool calls and reasoning from a user's Python file, which is executed."""
 
-import importlib.util
 import inspect
-import sys
-import traceback
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.user_files import RAISED, place_of, said, user_module
 from jaxserve.parsing.events import ParsedMessage
 from jaxserve.parsing.formats.base import ToolFormat
 from jaxserve.parsing.parser import AnswerFormat
@@ -65,30 +62,16 @@ def _parts(source: str | Path, option: str) -> tuple[Path, str]:
 
 def _module(path: Path, option: str) -> ModuleType:
     try:
-        return _executed(path.resolve(), path.stat().st_mtime_ns)
-    except SyntaxError as error:
-        raise ConfigError(f"{path}:{error.lineno}: {error.msg} ({option})") from error
-    except Exception as error:
-        raise ConfigError(f"{_place(path, error)}: {_said(error)} ({option})") from error
-
-
-@lru_cache(maxsize=8)
-def _executed(path: Path, modified: int) -> ModuleType:
-    """Return a file as a module. It runs once, however often its formats are asked for, until it is `modified`."""
-    spec = importlib.util.spec_from_file_location(f"jaxserve_parser_{path.stem}", path)
-    assert spec is not None, "the file's name ends with .py"
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up the module that defines them
-    spec.loader.exec_module(module)
-    return module
+        return user_module(path)
+    except RAISED as error:
+        raise _raised(error, path, option) from error
 
 
 def _made(kind: type[ToolFormat], path: Path) -> ToolFormat:
     try:
         return kind()
-    except Exception as error:
-        raise _wrong(kind, path, _said(error)) from error
+    except RAISED as error:
+        raise _wrong(kind, path, said(error)) from error
 
 
 def _check(form: ToolFormat, path: Path) -> None:
@@ -110,8 +93,8 @@ def _check(form: ToolFormat, path: Path) -> None:
         message = ParsedMessage.of([*parser.push(before + arguments + after), *parser.finish()])
     except ConfigError:
         raise
-    except Exception as error:
-        raise ConfigError(f"{_place(path, error)}: {_said(error)} ({TOOL_PLUGIN})") from error
+    except RAISED as error:
+        raise _raised(error, path, TOOL_PLUGIN) from error
     if arguments and [(call.name, call.arguments) for call in message.calls] != [(TRIAL.name, arguments)]:
         written = before + arguments + after
         raise _wrong(kind, path, f"the call that it writes, {written!r}, is not found in an answer that consists of it")
@@ -131,16 +114,5 @@ def _wrong(kind: type, path: Path, reason: str) -> ConfigError:
     return ConfigError(f"{path}:{line}: {kind.__name__}: {reason} ({TOOL_PLUGIN})")
 
 
-def _place(path: Path, error: BaseException) -> str:
-    """Return the last line of a file that was executed before an error, as "FILE.py:LINE"."""
-    return next((f"{path}:{line}" for line in _lines(path, error)), str(path))
-
-
-def _lines(path: Path, error: BaseException) -> Iterator[int]:
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if Path(frame.filename) == path.resolve() and frame.lineno is not None:
-            yield frame.lineno
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def _raised(error: BaseException, path: Path, option: str) -> ConfigError:
+    return ConfigError(f"{place_of(error, path)}: {said(error)} ({option})")

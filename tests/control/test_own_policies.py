@@ -112,9 +112,17 @@ def test_policy_for_all_instances_at_once_is_told_what_changed(tmp_path: Path) -
         load_policy(source, MACHINE, ORDER)
 
 
-def test_file_that_ends_the_process_gives_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"own\.py raised SystemExit: 3"):
-        precisions_of(own(tmp_path, "raise SystemExit(3)"))
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise SystemExit(3)", "own.py:1 raised SystemExit: 3"),
+        ("\nx = = 2", "own.py:2 raised SyntaxError: invalid syntax"),
+        ("def Own(resources, order):\n    return order.nothing", "own.py:2: Own(resources, swap_order) raised Attr"),
+    ],
+)
+def test_error_in_a_file_names_the_line(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        load_policy(own(tmp_path, text), MACHINE, ORDER)
 
 
 def test_precision_that_was_not_prepared_is_named_with_the_option(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def changed(old: str, new: str) -> str:
         ("x = 1\ny = = 2\n", 2, "invalid syntax"),
         ("\n\nimport nothing_of_this_name\n", 3, "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
         ("def f():\n    raise KeyError('a\\nb')\n\n\nf()\n", 2, "KeyError: "),
+        ("raise SystemExit\n", 1, "SystemExit"),
         ("x = 1\n", None, "it defines no such format, which is a subclass of ToolFormat of jaxserve.parsing"),
         (changed('    name = "colon"\n', ""), "class Colon", "Colon: it has no name"),
         (changed('"colon"', '"hermes"'), None, "'hermes' is the name of a built-in parser"),

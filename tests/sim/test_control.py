@@ -102,7 +102,7 @@ def test_the_policy_is_asked_at_every_tick_and_sees_all_instances(tmp_path: Path
     cluster = resolved(hardware, dp=2, policy=f"{tmp_path / 'spy.py'}:Spy", variants=("int4",))
     built = build_simulation(cluster, detailed=False, interval=0.0, model_folder=None)
     list(built.simulation.run(BURST[:3]))
-    (resources, order), *ticks = sys.modules["jaxserve_policy_spy"].SEEN
+    (resources, order), *ticks = sys.modules["user_file_spy"].SEEN
     assert resources == cluster.resources
     assert order == (1, 0, 2, 3, 4, 5, 6, 7)
     for name in ("0", "1"):

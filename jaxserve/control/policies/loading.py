@@ -1,14 +1,11 @@
 """Loading of policies: by name with settings, from a YAML file, or from a user's Python file."""
 
-import importlib.util
 import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import lru_cache
 from math import inf
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from jaxserve.control.plan import Plan
@@ -24,6 +21,7 @@ from jaxserve.core.block_names import layer_name
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_yaml, read_text
 from jaxserve.core.precision import BITS
+from jaxserve.core.user_files import RAISED, place_of, said, user_module
 
 Settings = MorphSettings | TransformSettings | DropSettings
 
@@ -228,7 +226,7 @@ def _python_source(source: str) -> tuple[Path, str] | None:
 
 def _from_python(path: Path, name: str, resources: Resources, swap_order: Sequence[int]) -> Policy:
     made = _defined(path, name)
-    with errors_of_policy(f"policy {path}: {name}(resources, swap_order)"):
+    with _errors_of_file(path, f": {name}(resources, swap_order)"):
         policy: Policy = made(resources, swap_order)
     _check_protocol(policy, f"policy {path}: what {name} returns")
     return policy
@@ -238,24 +236,22 @@ def _defined(path: Path, name: str) -> Any:
     """Return what a Python file defines under a name."""
     if not path.is_file():
         raise ConfigError(f"policy {path}: the file does not exist")
-    module = _module(path, path.stat().st_mtime_ns)
+    with _errors_of_file(path):
+        module = user_module(path)
     if not hasattr(module, name):
         raise ConfigError(f"policy {path}: the file defines no {name}")
     return getattr(module, name)
 
 
-@lru_cache(maxsize=8)
-def _module(path: Path, modified: int) -> ModuleType:
-    """Return a file as a module. It runs once, however often a policy of it is made, until it is `modified`."""
-    spec = importlib.util.spec_from_file_location(f"jaxserve_policy_{path.stem}", path)
-    assert spec is not None, "the file's name ends with .py"
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look up the module that defines them.
-    sys.modules[spec.name] = module
-    with errors_of_policy(f"policy {path}"):
-        spec.loader.exec_module(module)
-    return module
+@contextmanager
+def _errors_of_file(path: Path, what: str = "") -> Iterator[None]:
+    """Turn every error of a user's file in a `with` block into a `ConfigError` that names the file and the line."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except RAISED as error:
+        raise ConfigError(f"policy {place_of(error, path)}{what} raised {said(error)}") from error
 
 
 def _declared(policy: object, what: str) -> tuple[str, ...]:
