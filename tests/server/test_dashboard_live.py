@@ -29,7 +29,7 @@ def url() -> Iterator[str]:
 
 
 @contextmanager
-def burst(url: str, at_once: int = AT_ONCE) -> Iterator[None]:
+def burst(url: str) -> Iterator[None]:
     """Keep requests in flight until the block ends, and check that all of them were answered."""
     over = threading.Event()
     body = {"model": MODEL_NAME, "max_tokens": 200, "ignore_eos": True}
@@ -39,8 +39,8 @@ def burst(url: str, at_once: int = AT_ONCE) -> Iterator[None]:
             while not over.is_set():
                 http.post("/v1/completions", json=body | {"prompt": [300 + number] * 160}).raise_for_status()
 
-    with ThreadPoolExecutor(at_once) as threads:
-        asked = [threads.submit(ask, number) for number in range(at_once)]
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        asked = [threads.submit(ask, number) for number in range(AT_ONCE)]
         try:
             yield
         finally:
@@ -144,7 +144,7 @@ def test_chat_page_of_a_real_server_shows_layers_that_change_while_it_answers(op
     ends = {name: stage["blocks"][name] for name in ("embed", "head")}
     stage["blocks"] = {"embed": ends["embed"], **turned, "head": ends["head"]}
 
-    with burst(url, at_once=6):  # which keeps the answer from ending at once
+    with burst(url):  # which keeps the answer from ending at once
         say(page, "def add(")
         page.wait_for_selector("#stop:not([hidden])")
         httpx.put(f"{url}/admin/plan", json=plan).raise_for_status()
