@@ -7,8 +7,9 @@ jaxserve serve --policy examples/policies/busy_int8.py:BusyInt8
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxserve.console.tables import Table
 from jaxserve.control import InstancePlan, Proposal, Resources, SizeTable, block_chain, parallel_plan
-from jaxserve.control.plan_yaml import plan_table
+from jaxserve.control.plan_yaml import plan_rows
 from jaxserve.telemetry import Smoother, Snapshot
 
 
@@ -57,7 +58,7 @@ def main() -> None:
         instance, state = proposal.plan, proposal.state  # in a server, the actuator carries the plan out
         if proposal.reason:
             plan = plan.with_instance(instance)
-            print(f"after {second} s: {proposal.reason}\n{plan_table(plan)}\n")
+            print(f"after {second} s: {proposal.reason}", *Table(*plan_rows(plan)).lines(), "", sep="\n")
 
 
 if __name__ == "__main__":
