@@ -70,15 +70,44 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def parse_yaml(text: str, name: str | Path) -> Any:
-    """Return the value of a YAML text. Raise `ConfigError` with `name` if the text is not valid YAML."""
+    """Return the value of a YAML text.
+
+    Raise `ConfigError` with `name` if the text is not valid YAML, or has a key twice in one mapping.
+    """
     # Imported late: it is slow, and every command imports this module, even for --help.
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML has it, which is much faster
     try:
-        return yaml.load(text, loader)
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)  # in C where PyYAML has it, which is much faster
+        node = loader.get_single_node()
+        if (twice := _key_given_twice(node)) is not None:
+            raise ConfigError(f"{name} has {twice.value!r} twice, the second time in line {twice.start_mark.line + 1}")
+        return None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date or number
-        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split()).replace(' in "<unicode string>",', " in")
+        raise ConfigError(f"{name} is not valid YAML: {reason}") from error
+
+
+def _key_given_twice(node: Any) -> Any:
+    """Return the node of a key that its mapping has twice, of which YAML's library would take the last; None if none."""
+    seen, rest = set[int](), [node]
+    while rest:
+        node = rest.pop()
+        if id(node) in seen or not isinstance(getattr(node, "value", None), list):
+            continue
+        seen.add(id(node))  # aliases make the same node a part of several others
+        keys = set[tuple[str, str]]()
+        for entry in node.value:
+            if not isinstance(entry, tuple):
+                rest.append(entry)
+                continue
+            key, value = entry
+            if isinstance(key.value, str):
+                if (key.tag, key.value) in keys:
+                    return key
+                keys.add((key.tag, key.value))
+            rest.append(value)
+    return None
 
 
 def reading(name: str | Path) -> AbstractContextManager[None]:

@@ -24,9 +24,21 @@ RENAMED = {
     for field in options_of(kind)
     if field.key != field.name
 }
+KEYS = {name: key for key, name in RENAMED.items()}
 ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig))
 SERVER_KEYS = frozenset(field.name for field in fields(ServerSettings))
 KNOWN = ENGINE_KEYS | SERVER_KEYS
+
+# What a value must be, by the first word of pydantic's types of errors.
+MUST_BE = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a text: put it between quotes",
+    "literal": "{expected}",
+    "tuple": "a text, or a list of texts",
+    "path": "a path",
+}
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +75,7 @@ def resolve(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Eng
     for key, value in given.items():
         chosen |= {} if value is None else _translated(key, value)
     for key in RENAMED.values():
-        if isinstance(chosen.get(key), str):
+        if isinstance(chosen.get(key), str | int | float):
             chosen[key] = [chosen[key]]
         if isinstance(chosen.get(key), list):
             chosen[key] = tuple(chosen[key])
@@ -106,6 +118,11 @@ def _validated(kind: type, values: dict[str, Any]) -> Any:
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
-        first = error.errors(include_input=False)[0]
-        option = str(first["loc"][0]).replace("_", "-")
-        raise ConfigError(f"option {option!r}: {first['msg']}") from error
+        first = error.errors()[0]
+        field = str(first["loc"][0])
+        option = KEYS.get(field, field).replace("_", "-")
+        must_be = MUST_BE.get(str(first["type"]).split("_")[0])
+        if must_be is None:
+            raise ConfigError(f"option {option!r}: {first['msg']}") from error
+        given = "" if "key" in field else f" is {first['input']!r}: it"  # keys are not for the log
+        raise ConfigError(f"option {option!r}{given} must be {must_be.format(**first.get('ctx', {}))}") from error

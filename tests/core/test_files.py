@@ -42,6 +42,21 @@ def test_invalid_yaml_gives_a_one_line_error(text):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["a: 1\nb: 2\na: 1", "x: [{a: {}}]\ny: &n {k: 1}\nz: {a: 1, b: *n,\n a: 2}"])
+def test_key_that_is_given_twice_is_refused(text):
+    with pytest.raises(ConfigError, match=r"^x\.yaml has 'a' twice, the second time in line [34]$"):
+        parse_yaml(text, "x.yaml")
+
+
+def test_keys_of_other_mappings_and_merged_ones_may_be_the_same():
+    text = "a: &n {k: 1, j: 3}\nb: {<<: *n, k: 2}\nc: [{k: 1}, {k: 2}, *n]\nd: {1: 2, '1': 3}"
+    value = parse_yaml(text, "x.yaml")
+    assert (value["b"], value["d"]) == ({"k": 2, "j": 3}, {1: 2, "1": 3})
+    assert parse_yaml("", "x.yaml") is None
+    doubled = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
+    assert len(parse_yaml(doubled, "x.yaml")) == 60  # each node is looked at once
+
+
 def test_unwritable_file_is_refused_before_the_computation(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^cannot write into .*file: .* \(--out\)"):

@@ -131,6 +131,27 @@ def test_option_of_wrong_type_is_named(tmp_path, text):
         resolve(read_config(yaml_file(tmp_path, text)), {})
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("memory-gb: 4gb", "option 'memory-gb' is '4gb': it must be a number"),
+        ("max-model-len: [1]", r"option 'max-model-len' is \[1\]: it must be a whole number"),
+        ("prefix-caching: nein", "option 'prefix-caching' is 'nein': it must be true or false"),
+        ("log-format: JSON", "option 'log-format' is 'JSON': it must be 'text' or 'json'"),
+        ("host: 8", "option 'host' is 8: it must be a text: put it between quotes"),
+        ("cors-origin: {a: b}", "option 'cors-origin' is {'a': 'b'}: it must be a text, or a list of texts"),
+        ("api-key: 12345", "option 'api-key' must be a text: put it between quotes"),
+        ("api-key: [a, 12345]", "option 'api-key' must be a text: put it between quotes"),
+        ("admin-key: 12345", "option 'admin-key' must be a text: put it between quotes"),
+        ("port: 1\nport: 2", "serve.yaml has 'port' twice, the second time in line 2"),
+    ],
+)
+def test_values_of_other_types_are_explained_and_keys_not_shown(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=f"{message}$") as caught:
+        resolve(read_config(yaml_file(tmp_path, text)), {})
+    assert "12345" not in str(caught.value)
+
+
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
 def test_example_configuration_resolves(file):
     resolve(read_config(file), {})
