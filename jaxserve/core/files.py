@@ -89,7 +89,7 @@ def parse_yaml(text: str, name: str | Path) -> Any:
 
 
 def _key_given_twice(node: Any) -> Any:
-    """Return the node of a key that its mapping has twice, of which YAML's library would take the last; None if none."""
+    """Return the node of a key that a mapping has twice, of which the last value would count; None if there is none."""
     seen, rest = set[int](), [node]
     while rest:
         node = rest.pop()
