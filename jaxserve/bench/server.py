@@ -16,7 +16,7 @@ from jaxserve.bench.stream import on_one_line
 from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.console.progress import progress_bar
 from jaxserve.core.errors import ConfigError, JaxserveError
-from jaxserve.core.server_address import ServerAddress, trust_hint, trusted_authorities
+from jaxserve.core.server_address import ServerAddress, tls_hint, trusted_authorities
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 NO_MODEL_LIST = (404, 405, 501)  # statuses of servers without /v1/models
@@ -62,11 +62,11 @@ def discover(base_url: str, server: ServerOptions) -> ServedModel:
             raise ValueError(refusal(answer.status_code, answer.content))
         models = [ServedModel(m["id"], m.get("root"), m.get("max_model_len")) for m in answer.json()["data"]]
     except httpx2.ConnectError as error:
-        hint = trust_hint(error) or ": give the address of a running server (--base-url), or --spawn to start one"
+        hint = tls_hint(error) or ": give the address of a running server (--base-url), or --spawn to start one"
         raise ConfigError(f"cannot reach {where}: {on_one_line(str(error))}{hint}") from error
     except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = on_one_line(without_key(masked_text(str(error)), server.api_key)) or type(error).__name__
-        hint = " (--api-key)" if reason.startswith(UNAUTHORIZED) else ""
+        hint = " (--api-key)" if reason.startswith(UNAUTHORIZED) else tls_hint(error)
         raise ConfigError(f"{where}/v1/models returned no list of models: {reason}{hint}") from error
     if not models:
         raise ConfigError(f"{where} serves no models")

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 
 from jaxserve.core.errors import ConfigError, JaxserveError
-from jaxserve.core.server_address import ServerAddress, trust_hint, trusted_authorities
+from jaxserve.core.server_address import ServerAddress, tls_hint, trusted_authorities
 
 TIMEOUT = httpx2.Timeout(10.0)  # s; events come every second
 YAML = "application/yaml"
@@ -114,7 +114,7 @@ class PlanClient:
         return response
 
     def _unreachable(self, error: httpx2.TransportError) -> JaxserveError:
-        reason = f"{error or type(error).__name__}{trust_hint(error)}"
+        reason = f"{error or type(error).__name__}{tls_hint(error)}"
         return JaxserveError(f"cannot reach {self._url}: {reason} (--url or JAXSERVE_URL)")
 
 

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from jaxserve.core.errors import ConfigError
 
 UNIX = "unix:"
-UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
+TLS_HINTS = {  # a part of an error's message: what helps
+    "CERTIFICATE_VERIFY_FAILED": ": name the file of its authority in the variable SSL_CERT_FILE",
+    "WRONG_VERSION_NUMBER": ": it seems to have no TLS, and an address with http://",
+    "disconnected without sending a response": ": if it has TLS, its address begins with https://",
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,6 @@ def trusted_authorities() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def trust_hint(error: Exception) -> str:
-    """Return what to add to the message of an error: how to trust a certificate, if that was the reason, or nothing."""
-    return ": name the file of its authority in the variable SSL_CERT_FILE" if UNTRUSTED in str(error) else ""
+def tls_hint(error: Exception) -> str:
+    """Return what to add to the message of an error of connecting: what helps if TLS was the reason, or nothing."""
+    return next((hint for part, hint in TLS_HINTS.items() if part in str(error)), "")

@@ -91,6 +91,20 @@ def test_certificate_of_an_unknown_authority_is_refused_with_a_hint(tmp_path, mo
             discover(address.url, ServerOptions())
 
 
+@pytest.mark.parametrize("tls", [True, False])
+def test_address_with_the_scheme_of_the_other_protocol_is_refused_with_a_hint(tls, tmp_path):
+    identity = Authority(tmp_path).sign("server")
+    files = {"ssl_certfile": identity.certificate, "ssl_keyfile": identity.key} if tls else {}
+    with serving(FakeClient(), ServerSettings(**files)) as address:
+        scheme, other = ("https", "http") if tls else ("http", "https")
+        url = address.url.replace(f"{scheme}://", f"{other}://")
+        done = CliRunner().invoke(app, ["plan", "show", "--url", url])
+        assert done.exit_code == 1
+        assert f"{scheme}://" in done.stderr.removeprefix(f"jaxserve: cannot reach {url}")
+        with pytest.raises(ConfigError, match=f"TLS.* {scheme}://"):
+            discover(url, ServerOptions())
+
+
 @pytest.mark.parametrize(
     ("text", "address"),
     [
