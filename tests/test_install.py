@@ -59,6 +59,8 @@ def metadata(wheel: Path):
 def sdist(tmp_path_factory) -> Path:
     """The source distribution of this checkout."""
     source = tmp_path_factory.mktemp("source")
+    (source / "tests").mkdir()
+    shutil.copy(__file__, source / "tests")  # setuptools adds such files by itself
     for name in SOURCES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in FILES:
@@ -157,10 +159,11 @@ def test_kernels_that_are_required_or_wanted_in_unknown_ways_stop_the_build(unpa
         built("wheel", unpacked, JAXSERVE_BUILD_KERNELS=wanted)
 
 
-def test_source_distribution_has_no_other_distribution_and_no_built_library(sdist):
+def test_source_distribution_has_neither_other_distributions_nor_libraries_nor_tests(sdist):
     with tarfile.open(sdist) as archive:
         names = archive.getnames()
     assert not [name for name in names if name.endswith((".whl", ".gz", ".zip", ".so"))]
+    assert not [name for name in names if "/tests/" in name], "without all of them, none could run"
 
 
 def test_distributions_can_be_published(sdist, wheel, tmp_path):
