@@ -29,7 +29,9 @@ class CallTags(ToolFormat):
     def head(self, source: Source, tools: Sequence[Tool], trigger: str) -> Parsing[Head | None]:
         name = yield from source.run(NAME_RUN)
         closed = yield from source.literal('">')
-        return Head(name) if name and closed else None  # None: no call but text
+        yield from source.space()
+        begins = yield from source.comes("{")
+        return Head(name) if name and closed and begins else None  # None: no call but text
 
     def body(self, source: Source, tools: Sequence[Tool], head: Head) -> Parsing[None]:
         yield from call_body(source, head, END, BEGIN)  # mends what is not quite JSON

@@ -75,13 +75,12 @@ def _made(kind: type[ToolFormat], path: Path) -> ToolFormat:
 
 
 def _check(form: ToolFormat, path: Path) -> None:
-    """Raise `ConfigError` if a format has no name or no beginning, or does not find a call that it writes itself."""
+    """Raise `ConfigError` if a format has no name or no beginning, or does not find the calls that it writes itself."""
     kind = type(form)
     if not isinstance(getattr(form, "name", None), str) or not form.name:
         raise _wrong(kind, path, "it has no name")
     if not form.triggers and not form.first:
         raise _wrong(kind, path, "it has neither triggers nor first, so that its calls have no beginning")
-    arguments = "{}" if kind.arguments is ToolFormat.arguments else ""
     try:
         before, after = form.opening + form.before(TRIAL.name), form.after() + form.closing
         beginnings = (*form.triggers[:1], *filter(None, (form.first,)))
@@ -89,15 +88,32 @@ def _check(form: ToolFormat, path: Path) -> None:
             raise _wrong(
                 kind, path, f"a call begins with {before!r}, and not with {' or '.join(map(repr, beginnings))}"
             )
-        parser = AnswerFormat(None, form, ToolUse((TRIAL,))).parser()
-        message = ParsedMessage.of([*parser.push(before + arguments + after), *parser.finish()])
+        if kind.arguments is ToolFormat.arguments:
+            _check_arguments(form, path, before, after)
+        else:
+            _calls(form, before + after)
     except ConfigError:
         raise
     except RAISED as error:
         raise _raised(error, path, TOOL_PLUGIN) from error
-    if arguments and [(call.name, call.arguments) for call in message.calls] != [(TRIAL.name, arguments)]:
-        written = before + arguments + after
-        raise _wrong(kind, path, f"the call that it writes, {written!r}, is not found in an answer that consists of it")
+
+
+def _check_arguments(form: ToolFormat, path: Path, before: str, after: str) -> None:
+    """Raise `ConfigError` if a format with arguments in JSON takes no object for a call, or anything else."""
+    written = f"{before}{{}}{after}"
+    if _calls(form, written) != [(TRIAL.name, "{}")]:
+        reason = f"the call that it writes, {written!r}, is not found in an answer that consists of it"
+        raise _wrong(type(form), path, reason)
+    for other in ("", "1"):
+        if any(not arguments.lstrip().startswith("{") for _, arguments in _calls(form, before + other + after)):
+            reason = f'{before + other + after!r} has no object, but is a call: check source.comes("{{") in head'
+            raise _wrong(type(form), path, reason)
+
+
+def _calls(form: ToolFormat, answer: str) -> list[tuple[str, str]]:
+    parser = AnswerFormat(None, form, ToolUse((TRIAL,))).parser()
+    message = ParsedMessage.of([*parser.push(answer), *parser.finish()])
+    return [(call.name, call.arguments) for call in message.calls]
 
 
 def _by_name(forms: list[T], known: Mapping[str, T], source: str | Path, what: str, option: str) -> dict[str, T]:

@@ -87,7 +87,8 @@ def test_parser_of_the_example_reads_what_its_grammar_writes():
 
 def test_parser_of_the_example_leaves_text_that_is_no_call():
     form = example("parsers/call_tags.py")["CallTags"]()
-    text = 'Write <call name="f" or <call name=""> or <call>.'
+    assert calls_of(parsed(form, '<call name="f"> {"a": 1}</call>')) == [("f", {"a": 1})]
+    text = 'Write <call name="f" or <call name=""> or <call> or <call name="f">text</call>.'
     assert parsed(form, text).text == text
 
 

@@ -77,6 +77,11 @@ def changed(old: str, new: str) -> str:
         ),
         (changed('f"<call>{name}: "', 'f"<call>{name} "'), "class Colon", "is not found in an answer that consists of"),
         (
+            changed(' and (yield from source.comes("{"))', ""),
+            "class Colon",
+            """'<call>get_weather: </call>' has no object, but is a call: check source.comes("{") in head""",
+        ),
+        (
             changed("Head(name) if found", "Heads(name) if found"),
             "Heads(name)",
             "NameError: name 'Heads' is not defined",
