@@ -197,6 +197,22 @@ def test_an_objective_below_the_time_of_a_single_request_is_rejected_without_sim
     assert not found.simulations
 
 
+def test_requests_that_are_too_long_for_the_model_are_named_without_simulating(machines) -> None:
+    answer = answer_of(machines["large"], "ttft:9000", base=replace(BASE, max_model_len=150))
+    assert (answer.plans, answer.found.simulations) == ([], 0)
+    reason = answer.found.rejections[-1].reason
+    assert re.fullmatch(r"\d+ of 100 requests are refused: they have up to .* and a sequence 150 \(.*", reason)
+
+
+def test_requests_that_are_refused_within_the_percentile_are_told(machines, tmp_path) -> None:
+    words = ["--hardware", machines["large"], "--model", "llama-3-8b", "--policies", "static", "--precisions", "auto"]
+    load = ["--num-prompts", "60", "--rate", "2", "--input-len", "uniform:100,900", "--max-model-len", "900"]
+    done = CliRunner().invoke(app, ["sim", "plan", *words, *load, "--goodput", "ttft:p50:9000"])
+    found = re.search(r"(\d+) of \d+ requests miss the objectives: they are refused, or do not end", done.output)
+    assert found, done.output
+    assert int(found[1]) > 0
+
+
 def test_no_request_is_faster_than_the_bounds_say(machines) -> None:
     search = search_of(machines["large"], "ttft:400 tpot:45", rate=0.5)
     workload = search.load.workload()

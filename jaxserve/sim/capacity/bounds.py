@@ -9,7 +9,7 @@ import numpy as np
 from jaxserve.bench.metrics import MS
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.step_load import StepLoad
-from jaxserve.sim.capacity.objectives import Objective
+from jaxserve.sim.capacity.objectives import Objective, percentile_of
 from jaxserve.sim.cluster import Cluster
 from jaxserve.sim.cost_model import InstanceRoofline
 from jaxserve.sim.request_columns import Floats
@@ -27,6 +27,8 @@ class Bounds:
     tpot: Floats  # s, by request; 0 for an answer of one token
     work: Floats  # s that an instance is busy for a request, at the least
     shared: bool  # prompts share prefixes, so that a request may be faster
+    tokens: Floats  # of the prompt and the answer, by request
+    max_model_len: int  # most tokens of a request that is not refused
 
     @classmethod
     def of(cls, cluster: Cluster, workload: SimWorkload) -> "Bounds":
@@ -45,11 +47,18 @@ class Bounds:
         prompt = np.zeros(len(inputs)) if workload.shares else token * inputs + steps.per_prefill * inputs**2 / 2
         answer = token * (outputs - 1) + steps.per_context * (outputs - 1) * (inputs + outputs / 2)
         stages = len(cluster.memory.plan.instances[0].stages)
-        return cls(ttft, tpot, (prompt + answer) / stages, workload.shares)
+        work = (prompt + answer) / stages
+        return cls(ttft, tpot, work, workload.shares, inputs + outputs, cluster.memory.max_model_len)
 
     def reason(self, objectives: Sequence[Objective]) -> str | None:
         """Return why requests miss an objective even if each has an instance for itself; None if they need not."""
+        refused = self.tokens > self.max_model_len
         for each in objectives:
+            if np.isinf(percentile_of(np.where(refused, np.inf, 0.0), each.percentile)):
+                return (
+                    f"{refused.sum():,} of {len(refused):,} requests are refused: they have up to "
+                    f"{self.tokens.max():,.0f} tokens, and a sequence {self.max_model_len:,} (max_model_len)"
+                )
             if each.metric == "ttft" and not self.shared:
                 floor = float(np.percentile(self.ttft, each.percentile)) * MS
             elif each.metric == "tpot" and self.tpot.any():

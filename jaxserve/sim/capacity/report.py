@@ -88,15 +88,18 @@ def margin(plan: Plan) -> str:
 
 
 def _print_best(answer: Answer, plan: Plan, line: Any, saved: Path | None) -> None:
+    seen = plan.evaluation
     line("")
     if plan.fewer:
         fewer = plan.devices - plan.candidate.devices
         line(f"with {fewer} device{'s' if fewer > 1 else ''} instead of {plan.devices}: {plan.fewer}")
-    if plan.evaluation.idle_policy:
-        line(plan.evaluation.idle_policy)
+    if seen.idle_policy:
+        line(seen.idle_policy)
     elif plan.candidate.policy == STATIC and len(answer.candidates.policies) > 1:
         others = ", ".join(policy for policy in answer.candidates.policies if policy != STATIC)
         line(f"static is enough: no plan with {others} takes fewer devices of {plan.candidate.hardware_name}")
+    if seen.missed:
+        line(f"{seen.missed:,} of {seen.requests:,} requests miss the objectives: they are refused, or do not end")
     line(f"it meets the objectives up to {margin(plan)} of the rate, then it is limited by {plan.limit}")
     line(f"simulate it: {shlex.join(answer.command(plan))}")
     line(f"start it: {start_words(answer, plan)}{shlex.join(start_command(answer, plan, saved))}")
