@@ -451,6 +451,7 @@ def test_invalid_chat_field_is_refused(http, fields):
         {"messages": MESSAGES, "tools": [{"type": "web_search"}]},
         {"messages": MESSAGES, "modalities": ["text", "audio"]},
         {"messages": MESSAGES, "web_search_options": {"search_context_size": "low"}},
+        {"messages": MESSAGES, "web_search_options": {}},
     ],
 )
 def test_unsupported_chat_feature_is_refused(http, body):

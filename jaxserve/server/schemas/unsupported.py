@@ -161,7 +161,8 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     # contents of the answer
     **_because("it is for /v1/completions", "echo", "suffix"),
     **_refused("enable_code_interpreter", "translation_options"),
-    **_refused("enable_search", "search_options", "search_parameters", "web_search_options"),
+    **_refused("enable_search", "search_options"),
+    **_refused("search_parameters", "web_search_options", neutral=()),  # {} asks for a search with all defaults
     **_because("an answer is sent in the response to its request", "background", "deferred"),
     **_because("an answer of this endpoint is sent as a whole", "stream", neutral=(False,)),
     **_refused("best_of"),
