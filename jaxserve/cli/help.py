@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from jaxserve.cli.spelling import flag_of, others_about, with_flags
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.keywords import OtherName
 
 HELP_NAMES = ("-h", "--help")
 ALL = "all"
@@ -36,9 +36,9 @@ def take_topic(context: Any, args: list[str]) -> list[str]:
     for index, argument in enumerate(args):
         if argument == "--" or (hasattr(context.command, "commands") and not argument.startswith("-")):
             break
-        name, _, topic = argument.partition("=")
-        if name in HELP_NAMES and topic:
-            context.meta[TOPIC] = topic
+        name, equals, topic = argument.partition("=")
+        if name in HELP_NAMES and equals:
+            context.meta[TOPIC] = topic.strip()
             return [*args[:index], name, *args[index + 1 :]]
     return args
 
@@ -65,11 +65,23 @@ def help_text(command: Any, context: Any) -> str:
 
 
 def _topic_help(command: Any, topic: str, path: str) -> str:
-    """Return the options of a command about a topic, and for a group also where its commands have some."""
-    other = getattr(command.callback, "others", {}).get(topic.lstrip("-").replace("-", "_"), OtherName())
+    """Return the options of a command about a topic, and for a group also where its commands have some.
+
+    If it has none, return those of other engines with the topic in their names, and what to use instead.
+    """
+    others = others_about(topic, getattr(command.callback, "others", {}))
     options = _options(command)
-    found = _about(topic, options) or [each for each in options if each.name == other.same]
+    same = {other.same for other in others.values()}
+    found = _about(topic, options) or [each for each in options if each.name in same]
     lines = [*_sections(command, found), *_places(command, topic, path)]
+    if not lines and others:
+        flags = {option.name: option.opts[0] for option in options}
+        by_reason: dict[str, list[str]] = {}
+        for name, other in others.items():
+            by_reason.setdefault(other.reason, []).append(flag_of(name))
+        lines = ["", _heading("Options of other engines")]
+        for reason, names in by_reason.items():
+            lines += _entry(", ".join(names), with_flags(reason, flags))
     if not lines:
         raise ConfigError(f"no option of {path} is about {topic!r}: {path} --help=all shows all")
     return "\n".join(lines).lstrip("\n")

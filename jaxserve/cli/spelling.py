@@ -122,7 +122,7 @@ class Speller:
         if other.same in self._arguments and value is not None:
             return [[value]]
         if other.same:
-            raise ConfigError(f"no such option: {name}: it is {_flag(other.same)}, which this command does not have")
+            raise ConfigError(f"no such option: {name}: it is {flag_of(other.same)}, which this command does not have")
         meant = "a part" if "." in name else True if value is None else _parsed(value)
         if not other.accepts(not meant if negated else meant):
             if not other.ignored:
@@ -132,12 +132,13 @@ class Speller:
 
     def shown(self, reason: str) -> str:
         """Return the reason of an option of another engine with the names of options in their spelling here."""
-        return BACKTICKS.sub(lambda found: self._flags.get(found[1]) or _flag(found[1]), reason)
+        return with_flags(reason, self._flags)
 
     def _nearest(self, name: str) -> str:
         others = {
             key.replace("_", "-"): replace(other, same=self._flags.get(other.same, ""), reason=self.shown(other.reason))
             for key, other in self._others.items()
+            if key not in self._flags  # such as reasoning_parser, which only the library explains
         }
         own = [each.removeprefix("--") for each in self._own if each.startswith("--")]
         return nearest(name.removeprefix("--"), own, others).replace("did you mean '", "did you mean '--")
@@ -157,8 +158,26 @@ def _key(name: str) -> str:
     return SHORT.get(stem, stem.lstrip("-").replace("-", "_"))
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """Return the long option with the name of a field or a keyword argument."""
     return "--" + name.replace("_", "-")
+
+
+def with_flags(reason: str, flags: Mapping[str, str]) -> str:
+    """Return the reason of an option of another engine with the names of options in their spelling here.
+
+    `flags`: the long option of each parameter whose option does not have its name.
+    """
+    return BACKTICKS.sub(lambda found: flags.get(found[1]) or flag_of(found[1]), reason)
+
+
+def others_about(word: str, others: Mapping[str, OtherName]) -> dict[str, OtherName]:
+    """Return the options of other engines with a name, which may be a short one, or else with a word in their names."""
+    stem = word.lstrip("-").replace("-", "_").replace(" ", "_")
+    key = SHORT.get(f"-{stem}", stem)
+    return (
+        {key: others[key]} if key in others else {name: each for name, each in others.items() if stem.lower() in name}
+    )
 
 
 def _parsed(value: str) -> Any:

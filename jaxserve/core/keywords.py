@@ -151,7 +151,9 @@ def nearest(name: str, known: Collection[str], others: Mapping[str, OtherName] |
     other = others.get(similar[0])
     if other is None:
         return f": did you mean {similar[0]!r}?"
-    return f": did you mean {similar[0]!r}, {f'which is {other.same!r} here' if other.same else other.reason}?"
+    if other.same:
+        return f": did you mean {similar[0]!r}, which is {other.same!r} here?"
+    return f": did you mean {similar[0]!r}? {other.reason}"
 
 
 def missing_attribute(owner: object, name: str, others: Mapping[str, str]) -> AttributeError:

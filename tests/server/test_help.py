@@ -92,6 +92,22 @@ def test_word_finds_names_texts_groups_and_names_of_vllm(path, word, expected, a
     assert not absent & shown
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("ngl", "--n-gpu-layers all layers are on the devices: use --tp or --pp for several"),  # a short name
+        ("--ctx-size", "--ctx-size use --max-model-len, the tokens of one sequence"),
+        ("cpu-offload", "--cpu-offload-gb, --cpu-offload-params weights stay on the device: use --precision"),
+    ],
+)
+def test_word_finds_what_to_use_in_place_of_options_of_other_engines(word: str, expected: str):
+    assert f"Options of other engines: {expected}" in " ".join(help_of("serve", f"--help={word}").split())
+
+
+def test_empty_word_is_the_help_without_a_word():
+    assert help_of("serve", "--help=") == help_of("serve")
+
+
 def test_word_for_a_group_says_which_of_its_commands_have_such_options():
     text = help_of("", "--help=memory-gb")
     assert "jaxserve serve\n      --memory-gb" in text

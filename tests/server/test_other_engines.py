@@ -161,6 +161,8 @@ def test_options_without_effect_are_ignored_with_a_notice(line: str, reason: str
         ("M --logging-config log.json", "use --log-config-file"),
         ("M 1 2", "got unexpected extra argument"),
         ("M --prefix-caching=maybe", "--prefix-caching is 'maybe': it must be true or false"),
+        ("M --num-ctx 3", "did you mean '--n-ctx'? use --max-model-len; see"),
+        ("M --reasoning-budget 0", "did you mean '--reasoning-parser'?;"),  # not what the library says of it
         ("M --tensor-paralel-size 2", "did you mean '--tensor-parallel-size', which is '--tp' here?"),
         ("M --max-modellen 2", "did you mean '--max-model-len'?"),
         ("M --max-model-len 1.2345k", "is 1234.5 tokens: give a whole number"),
