@@ -13,7 +13,7 @@ from jaxserve.console.progress import start_progress
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_options import EngineOptions
 from jaxserve.core.errors import RequestError
-from jaxserve.core.keywords import explains_keywords, missing_attribute
+from jaxserve.core.keywords import explains_attributes, explains_keywords
 from jaxserve.core.options import keyword_signature, with_options
 from jaxserve.core.plain_values import plain
 from jaxserve.core.progress import Progress
@@ -27,6 +27,7 @@ from jaxserve.engine.prompts import PromptLike, as_params, as_prompt, chat_promp
 from jaxserve.engine.representation import engine_repr
 
 
+@explains_attributes(ASYNC_METHODS)
 class AsyncLLM:
     """A model that many tasks may use at once. Use it as an asynchronous context manager, or await `close`.
 
@@ -125,10 +126,6 @@ class AsyncLLM:
             return object.__repr__(self)
         snapshots = list(self._engine.snapshots().values())
         return engine_repr("AsyncLLM", self._engine.info, snapshots, closed=self._engine.draining)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise `AttributeError`, which for a method of vLLM's engines says what to use instead."""
-        raise missing_attribute(self, name, ASYNC_METHODS)
 
     def __reduce__(self) -> NoReturn:
         """Raise `TypeError`: an engine can neither be pickled nor copied."""

@@ -14,7 +14,7 @@ from jaxserve.console.progress import progress_bar, start_progress
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_options import EngineOptions
 from jaxserve.core.errors import EngineStopped, NoTokenizer, RequestError
-from jaxserve.core.keywords import explains_keywords, missing_attribute
+from jaxserve.core.keywords import explains_attributes, explains_keywords
 from jaxserve.core.options import keyword_signature, with_options
 from jaxserve.core.progress import Progress
 from jaxserve.core.request import RequestOutput
@@ -31,6 +31,7 @@ from jaxserve.engine.tokenizer import Tokenizer
 Message = Mapping[str, Any]
 
 
+@explains_attributes(METHODS)
 class LLM:
     """A model, loaded and ready to generate.
 
@@ -196,10 +197,6 @@ class LLM:
         if "_closed" not in self.__dict__:  # the start has failed
             return object.__repr__(self)
         return engine_repr("LLM", self._engine.info, list(self._engine.snapshots().values()), closed=self._closed)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise `AttributeError`, which for a method of vLLM's LLM says what to use instead."""
-        raise missing_attribute(self, name, METHODS)
 
     # -- lifetime
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from jaxserve.core.errors import UnknownKeyword
 from jaxserve.core.plain_values import plain
@@ -20,6 +20,7 @@ VERY_SIMILAR = 0.8  # the similarity, from 0 to 1, at which a keyword argument o
 EMPTY: tuple[Any, ...] = ("", [], {}, False)  # values that ask for nothing, whatever they are given for
 
 T = TypeVar("T", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,22 @@ def nearest(name: str, known: Collection[str], others: Mapping[str, OtherName] |
     if other.same:
         return f": did you mean {similar[0]!r}, which is {other.same!r} here?"
     return f": did you mean {similar[0]!r}? {other.reason}"
+
+
+def explains_attributes(others: Mapping[str, str]) -> Callable[[C], C]:
+    """Return a decorator of classes: for an attribute that a library in `others` has, errors say what to use instead.
+
+    It is no method `__getattr__`, of which type checkers would conclude that every attribute exists.
+    """
+
+    def decorate(owner: C) -> C:
+        def explain(self: object, name: str) -> NoReturn:
+            raise missing_attribute(self, name, others)
+
+        owner.__getattr__ = explain  # type: ignore[attr-defined]
+        return owner
+
+    return decorate
 
 
 def missing_attribute(owner: object, name: str, others: Mapping[str, str]) -> AttributeError:

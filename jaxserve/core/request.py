@@ -7,10 +7,10 @@ from collections import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.keywords import missing_attribute
+from jaxserve.core.keywords import explains_attributes
 from jaxserve.core.representation import short_repr
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.structured import Grammar, Matcher
@@ -195,6 +195,7 @@ class Sequence:
 
 
 # Not frozen: one is made for every token, and making a frozen one takes three times as long.
+@explains_attributes(COMPLETION_OUTPUT)
 @dataclass(slots=True, repr=False)
 class CompletionOutput:
     """One answer of a request. In a stream, `text`, `token_ids` and `logprobs` hold only the new part."""
@@ -210,11 +211,8 @@ class CompletionOutput:
     def __repr__(self) -> str:
         return short_repr(self)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise `AttributeError`, which for an attribute of vLLM says what to use instead."""
-        raise missing_attribute(self, name, COMPLETION_OUTPUT)
 
-
+@explains_attributes(REQUEST_METRICS)
 @dataclass(frozen=True)
 class RequestMetrics:
     """Times of a request's events, in seconds of the engine's clock."""
@@ -225,11 +223,8 @@ class RequestMetrics:
     last_token: float | None = None
     finished: float | None = None
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise `AttributeError`, which for an attribute of vLLM says what to use instead."""
-        raise missing_attribute(self, name, REQUEST_METRICS)
 
-
+@explains_attributes(REQUEST_OUTPUT)
 @dataclass(slots=True, repr=False)
 class RequestOutput:
     """Output of a request. From `generate` it holds the whole answers, and in a stream only their new parts."""
@@ -247,7 +242,3 @@ class RequestOutput:
 
     def __repr__(self) -> str:
         return short_repr(self)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise `AttributeError`, which for an attribute of vLLM says what to use instead."""
-        raise missing_attribute(self, name, REQUEST_OUTPUT)

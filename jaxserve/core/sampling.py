@@ -3,11 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxserve.core.allowed_tokens import AllowedTokens
 from jaxserve.core.errors import RequestError
-from jaxserve.core.keywords import explains_keywords, missing_attribute
+from jaxserve.core.keywords import explains_attributes, explains_keywords
 from jaxserve.core.plain_values import make_plain
 from jaxserve.core.reasoning import ReasoningSection
 from jaxserve.core.representation import short_repr
@@ -50,6 +50,7 @@ def _short(name: str, text: str) -> None:
         raise RequestError(message, field=name, value=len(text), limit=MAX_STRING)
 
 
+@explains_attributes(SAMPLING_PARAMS)
 @explains_keywords(SAMPLING)
 @dataclass(frozen=True, repr=False)
 class SamplingParams:
@@ -157,10 +158,6 @@ class SamplingParams:
 
     def __repr__(self) -> str:
         return short_repr(self)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise `AttributeError`, which for an attribute of vLLM's SamplingParams says what to use instead."""
-        raise missing_attribute(self, name, SAMPLING_PARAMS)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

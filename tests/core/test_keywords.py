@@ -11,6 +11,7 @@ from jaxserve import LLM, AsyncLLM, EngineConfig, ReasoningSection, RequestError
 from jaxserve.core import vllm_names, vllm_options
 from jaxserve.core.errors import JaxserveError, UnknownKeyword
 from jaxserve.core.keywords import OtherName, translate
+from jaxserve.core.request import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.engine.prompts import as_prompt, as_prompts
 
 CLASSES = (EngineConfig, SamplingParams, StructuredOutput, ReasoningSection)
@@ -206,3 +207,10 @@ def test_argument_of_a_stream_that_is_of_a_wrong_type_is_shown(keywords, message
     if "sampling_params" in keywords:
         with pytest.raises(RequestError, match=message):
             LLM.__new__(LLM).stream([1], **keywords)
+
+
+@pytest.mark.parametrize("owner", [LLM, AsyncLLM, SamplingParams, RequestOutput, CompletionOutput, RequestMetrics])
+def test_type_checkers_see_which_attributes_a_class_has(owner):
+    """They take every attribute of a class with a method `__getattr__` for one that exists."""
+    assert hasattr(owner, "__getattr__")
+    assert "def __getattr__" not in inspect.getsource(owner)
