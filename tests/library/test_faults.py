@@ -1,6 +1,7 @@
 """Devices that fail in the middle of streams: the answers are those of an engine that nothing happens to."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,9 @@ def test_the_survivor_of_a_group_answers_everything(model: Path, expected: list,
             assert survivor.devices == {1 - device}
             assert len(survivor.stages) == survivor.lanes == 1
             await check_served(built, engine)
-            assert "jaxserve_instance_failures_total" in engine.metrics_text().decode()
-            assert "jaxserve_kv_exchange_chunks_total" in engine.metrics_text().decode()
+            failures = r"^jaxserve_instance_failures_total\{.*\} (\d+)"
+            counted = re.findall(failures, engine.metrics_text().decode(), re.MULTILINE)
+            assert sum(map(int, counted)) == 1
             assert built.control is not None
             last = built.control.decisions(1)[0]
             assert last["outcome"] == "done"
