@@ -11,7 +11,7 @@ import click
 import pytest
 import typer
 
-from jaxserve import SamplingParams
+from jaxserve import LLM, SamplingParams
 from jaxserve.cli.main import app
 from jaxserve.core.vllm_options import COMMAND_LINE
 from jaxserve.parsing.registry import REASONING_PARSERS, TOOL_PARSERS
@@ -109,6 +109,13 @@ def test_documented_values_without_effect_are_the_accepted_ones():
 def test_library_manual_names_every_sampling_parameter():
     documented = names_in_table(section(LIBRARY, "SamplingParams"))
     assert documented == {field.name for field in fields(SamplingParams)}
+
+
+def test_library_manual_names_methods_that_exist():
+    bullets = [line.partition(" -> ")[0] for line in section(LIBRARY, "Methods").splitlines() if line.startswith("- `")]
+    named = {name for bullet in bullets for name in re.findall(r"`(\w+)\(", bullet)}
+    assert {"generate", "chat", "stream", "stream_chat", "embed"} <= named
+    assert all(callable(getattr(LLM, name, None)) for name in named)
 
 
 def test_index_names_every_page():
