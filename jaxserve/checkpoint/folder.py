@@ -10,6 +10,7 @@ from jaxserve.core.model_files import INDEX_NAME, SHARD, SINGLE_NAME, about_othe
 log = logging.getLogger(__name__)
 
 EXAMPLE = "Qwen/Qwen2.5-0.5B-Instruct"
+HUB_PAGE = re.compile(r"(?:https?:/+)?(?:www\.)?(?:huggingface|hf)\.co/([\w.-]+/[\w.-]+)")
 
 
 def check_folder(path: Path) -> None:
@@ -19,6 +20,9 @@ def check_folder(path: Path) -> None:
     if not path.is_dir():
         if path.exists():
             raise CheckpointError(f"{path}: is a file; a model is a folder with config.json and safetensors")
+        page = HUB_PAGE.match(str(path))
+        if page:
+            raise CheckpointError(f"{path} is an address: give the model's name alone, {page[1]}")
         raise CheckpointError(
             f"{path}: no such directory. A model is a folder, or a name on Hugging Face's hub such as {EXAMPLE}"
         )

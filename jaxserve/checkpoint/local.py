@@ -41,6 +41,10 @@ def _local_model(config: EngineConfig, progress: Progress) -> str | Path | None:
         if config.revision is not None:
             raise ConfigError(f"revision is {config.revision!r}, but no model is given: the bundled one has none")
         return None
+    if not str(config.model).strip():
+        raise ConfigError(
+            f"model is {str(config.model)!r}: give a folder or a name, or leave it out for the bundled model"
+        )
     name = hub_name(config.model, config.revision)
     if name is None:
         return config.model

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, Protocol, TextIO
 
+from jaxserve.core.errors import ConfigError
 from jaxserve.core.progress import COMPILING, COMPILING_UNKEPT, DOWNLOADING, Progress
 
 LINE_INTERVAL_S = 10.0  # between two lines of a bar, where the output is neither a terminal nor a notebook
@@ -151,8 +152,10 @@ def start_progress(
     """Yield the function to which an engine that starts reports its progress.
 
     `progress`: True shows a bar, False nothing, and a function gets the reports instead. At the end, the number of
-    programs that were compiled, if any, takes the place of the bar.
+    programs that were compiled, if any, takes the place of the bar. Raise `ConfigError` for any other value.
     """
+    if not callable(progress) and progress not in (True, False, None):
+        raise ConfigError(f"progress is {progress!r}: it must be true, false or a function")
     if callable(progress):
         yield progress
         return

@@ -6,6 +6,7 @@ option is defined once.
 """
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -91,6 +92,8 @@ class OptionField:
             raise ConfigError(f"{self.key} is {value!r}: it must be true or false ({self.flag})")
         if self.type in (str, str | Path) and not isinstance(value, (str, Path)):
             raise ConfigError(f"{self.key} is {value!r}: it must be a text ({self.flag})")
+        if self.repeated and not isinstance(value, (tuple, list)):
+            raise ConfigError(f"{self.name} is {value!r}: it must be a list, such as ({value!r},) ({self.flag})")
         for text in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(text, (str, Path)) and not is_unicode(str(text)):
                 raise ConfigError(f"{self.key} is {str(text)!r}: it must be Unicode ({self.flag})")
@@ -200,11 +203,20 @@ def with_options(docs: str | None, kind: type) -> str:
     """Return a docstring with a list of a configuration's options by group, which `help` and notebooks show."""
     groups: dict[str, list[str]] = {}
     for field in options_of(kind):
-        text = f"{field.name}: {help_of(field)}"
+        text = f"{field.name}: {_in_python(help_of(field), kind)}"
         lines = textwrap.wrap(text, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
         groups.setdefault(field.option.group, []).extend(lines)
     lists = {group: textwrap.indent("\n".join(texts), "  ") for group, texts in groups.items()}
     return "\n\n".join((cleandoc(docs or ""), *(f"{group}:\n{texts}" for group, texts in lists.items())))
+
+
+def _in_python(text: str, kind: type) -> str:
+    """Return the help of an option with the names that options have as keyword arguments."""
+    for field in sorted(options_of(kind), key=lambda field: -len(field.flag)):
+        text = re.sub(rf"(?<![\w-]){field.flag}(?![\w-])", field.name, text)
+        if "-" in (bare := field.flag.removeprefix("--")):
+            text = re.sub(rf"(?<![\w-]){bare}(?![\w-])", field.name, text)
+    return text.replace(" (repeatable)", "")
 
 
 def given_options(options: Any) -> Mapping[str, Any]:

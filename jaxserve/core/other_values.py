@@ -1,8 +1,10 @@
 """Values of options in the spelling of other engines and libraries."""
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from jaxserve.core.errors import ConfigError
@@ -45,6 +47,13 @@ def kv_cache_dtype(value: Any) -> Any:
     return value
 
 
+def in_home(path: Any) -> Any:
+    """Return a path that begins with ~/ in the user's home, as shells expand it, and any other value as it is."""
+    if isinstance(path, str | Path) and str(path).startswith("~/"):
+        return type(path)(os.path.expanduser(path))
+    return path
+
+
 def log_level(value: Any) -> Any:
     """Return the nearest severity for one of uvicorn's that Python's logging lacks, and any other as it is."""
     return {"trace": "debug", "critical": "error"}.get(value, value) if isinstance(value, str) else value
@@ -56,6 +65,8 @@ VALUES: Mapping[str, Callable[[Any], Any]] = {
     "max_num_batched_tokens": number_of_tokens,
     "max_queued_tokens": number_of_tokens,
     "kv_cache_dtype": kv_cache_dtype,
+    **dict.fromkeys(("model", "tokenizer", "chat_template", "generation_config", "download_dir"), in_home),
+    **dict.fromkeys(("compile_cache", "step_log", "policy"), in_home),
     "log_level": log_level,
 }
 """What turns another spelling of an option's value into ours, by the option's name."""

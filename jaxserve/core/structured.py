@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, get_origin
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.keywords import explains_keywords
@@ -97,7 +97,7 @@ class StructuredOutput:
             )
         elif kind == "json" and not isinstance(value, str | Mapping | bool):
             advice = ""
-            if isinstance(value, type):
+            if isinstance(value, type) or get_origin(value) is not None:
                 advice = ": wrap it in pydantic.TypeAdapter"
             elif hasattr(value, "model_json_schema"):
                 advice = ": give its class"

@@ -12,12 +12,14 @@ SAMPLING: Mapping[str, OtherName] = {
     **use(
         "use structured=StructuredOutput(json=..., regex=..., choice=... or grammar=...)",
         *("guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format"),
+        *("json_schema", "json", "regex", "choice", "grammar", "format"),
     ),
     **use("use max_tokens", "max_new_tokens", "max_completion_tokens", "max_length", "n_predict", "num_predict"),
     **use("use min_tokens", "min_new_tokens", "min_length"),
     **use("use repetition_penalty", "repeat_penalty"),
     **use("use stop", "stop_sequences", "stop_strings", "stop_words"),
-    **use("use logprobs, the number of alternatives", "top_logprobs"),
+    **use("use logprobs, the number of alternatives", "top_logprobs", "return_logprobs", "output_logprobs"),
+    **use("it is the LLM's option max_model_len", "num_ctx", "max_model_len"),
     **use("use temperature=0 for the likeliest tokens", "do_sample", neutral=(True,)),
     **use("there is no beam search: use n", "use_beam_search", "early_stopping"),
     **use("there is no beam search: use n", "beam_width", "num_beams", "best_of", "length_penalty", neutral=ONE),
@@ -25,7 +27,8 @@ SAMPLING: Mapping[str, OtherName] = {
     **use("cut the prompt's token ids", "truncate_prompt_tokens"),
     **use("no spaces are put between tokens", "spaces_between_special_tokens", neutral=(True,)),
     **use("generate returns whole answers, and stream their new parts", "output_kind", neutral=()),
-    **use("give them to the chat method", "chat_template_kwargs", "tools", "enable_thinking"),
+    **use("give them to the chat method", "chat_template_kwargs", "tools"),
+    **use("give it to the chat method", "enable_thinking", neutral=()),  # false is what it is given for
     **use("use reasoning=ReasoningSection(start, end, max_tokens=...)", "thinking_token_budget", neutral=(-1,)),
     **use("use reasoning=ReasoningSection(start, end, max_tokens=...)", "thinking_budget", "reasoning_budget"),
     **use("use frequency_penalty or repetition_penalty", "repetition_detection", "no_repeat_ngram_size"),
@@ -42,7 +45,7 @@ SAMPLING: Mapping[str, OtherName] = {
 }
 
 STRUCTURED: Mapping[str, OtherName] = {
-    **use("use json", "json_schema", "schema", "guided_json", "pydantic"),
+    **use("use json", "json_schema", "schema", "guided_json", "pydantic", neutral=()),  # {} demands some JSON
     **use("use regex", "pattern", "guided_regex"),
     **use("use choice", "choices", "guided_choice", "enum"),
     **use("use grammar", "ebnf", "gbnf", "lark", "guided_grammar"),
@@ -99,7 +102,8 @@ ASYNC_STREAM: Mapping[str, OtherName] = {
 
 EMBED: Mapping[str, OtherName] = {
     **_PROMPTS,
-    **use("embeddings are normalised last hidden states", "pooling_params", "pooling_task", "normalize"),
+    **use("embeddings are normalised last hidden states", "pooling_params", "pooling_task"),
+    **use("embeddings always have norm 1", "normalize", "normalize_embeddings", neutral=(True,)),
 }
 
 PROMPT: Mapping[str, OtherName] = {

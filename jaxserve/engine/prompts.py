@@ -25,6 +25,10 @@ def as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
     prompts = prompts if isinstance(prompts, Mapping) else plain(prompts)
     if isinstance(prompts, (str, bytes, bytearray, Mapping)) or not isinstance(prompts, Iterable):
         return [as_prompt(prompts)]
+    if isinstance(prompts, set | frozenset) or hasattr(prompts, "columns"):
+        kind = type(prompts).__name__
+        message = f"prompts are of type {kind}, not a list: a set has no order, and of a table give one column"
+        raise RequestError(message, field="prompts")
     several = list(prompts)
     single = bool(several) and isinstance(several[0], Integral)
     return [as_prompt(several)] if single else [as_prompt(prompt) for prompt in several]
@@ -66,8 +70,18 @@ def chat_prompt(
     if reserved := overriding.keys() & RESERVED:
         name = min(reserved)
         raise UnknownKeyword(f"chat_template_kwargs may not set {name}: give it as a keyword argument", field=name)
+    _check_tools(parameters.get("tools", variables.get("tools")))
     text = tokenizer.conversation_text(messages, **parameters, **{**variables, **overriding})
     return TextPrompt(text, add_special_tokens=False)  # the template writes special tokens itself
+
+
+def _check_tools(tools: Any) -> None:
+    """Raise `RequestError` for a list of tools of which one does not have OpenAI's form."""
+    for index, tool in enumerate(tools if isinstance(tools, list | tuple) else ()):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+            form = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}'
+            raise RequestError(f"tools.{index} is {str(tool)[:80]!r}: it must have the form {form}", field="tools")
 
 
 def default_params(info: ModelInfo) -> SamplingParams:

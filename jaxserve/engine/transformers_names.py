@@ -15,7 +15,8 @@ _ENCODING: Mapping[str, OtherName] = {
     **use("texts are not padded", "padding", "pad_to_multiple_of", "padding_side", neutral=UNSET),
     **use(WHOLE, "truncation", "max_length", "stride", "truncation_side", neutral=(*UNSET, 0)),
     **use("encode one text at a time", "text_pair", "text_target", "text_pair_target", "is_split_into_words"),
-    **use("use add_special_tokens", "add_bos_token", "add_eos_token"),
+    **use("use add_special_tokens", "add_bos_token", neutral=()),  # true or false, it may differ from the tokenizer's
+    **use("use add_special_tokens", "add_eos_token"),
     **use("special tokens in a text are always read as such", "split_special_tokens"),
     **use(
         "input_ids and attention_mask are returned",

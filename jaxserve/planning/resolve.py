@@ -202,6 +202,11 @@ def _chosen(config: EngineConfig, devices: tuple[jax.Device, ...]) -> tuple[jax.
     """Return the devices that a configuration may use. Raise `ConfigError` if `virtual_devices` is impossible."""
     count, needed, platform = config.virtual_devices, config.tp * config.pp * config.dp, devices[0].platform
     if count is None:
+        if platform == "cpu" and needed > len(devices):
+            raise ConfigError(
+                f"tp x pp x dp is {config.tp} x {config.pp} x {config.dp}, which needs {needed} devices: this process "
+                f"has {len(devices)} already (XLA_FLAGS, or JAX has started): use a new process or notebook"
+            )
         return devices
     if platform != "cpu":
         raise ConfigError(
@@ -212,7 +217,8 @@ def _chosen(config: EngineConfig, devices: tuple[jax.Device, ...]) -> tuple[jax.
         raise ConfigError(f"virtual_devices is {count}: tp x pp x dp needs {needed} devices")
     if count > len(devices):
         raise ConfigError(
-            f"virtual_devices is {count}: this process has {len(devices)} already (XLA_FLAGS, or JAX has started)"
+            f"virtual_devices is {count}: this process has {len(devices)} already (XLA_FLAGS, or JAX has started): "
+            "use a new process or notebook"
         )
     return devices[:count]
 

@@ -10,8 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint import open_checkpoint
+from jaxserve.checkpoint.local import with_local_files
 from jaxserve.checkpoint.values import check_values, largest_magnitude
-from jaxserve.core.errors import CheckpointError
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import CheckpointError, ConfigError
 from tests.golden.model import golden
 
 TENSOR = "model.layers.1.mlp.down_proj.weight"
@@ -77,6 +79,16 @@ def test_error_for_an_unsupported_configuration_names_the_key(single: Path, chan
 
 def test_error_for_a_missing_directory_says_what_a_model_is():
     refused(Path("models/llama"), "models/llama: no such directory", "or a name on Hugging Face's hub such as Qwen/")
+
+
+@pytest.mark.parametrize("address", ["https://huggingface.co/org/name/tree/main", "hf.co/org/name"])
+def test_address_of_a_page_of_the_hub_is_answered_with_the_name(address: str):
+    refused(Path(address), "is an address: give the model's name alone, org/name")
+
+
+def test_empty_name_of_a_model_is_not_the_current_folder():
+    with pytest.raises(ConfigError, match="model is '': give a folder or a name"):
+        with_local_files(EngineConfig(model=""))
 
 
 @pytest.mark.parametrize("file", ["config.json", SINGLE, "generation_config.json"])

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from jaxserve.console.progress import ProgressBar, phases, progress_bar, start_progress
+from jaxserve.core.errors import ConfigError
 from jaxserve.core.progress import COMPILING, COMPILING_UNKEPT, LOADING, QUANTISING, READING
 
 
@@ -303,3 +304,12 @@ def test_terminal_without_colours_and_simple_terminals_get_no_codes_for_them() -
     assert "4/4" in plain
     simple, _ = in_terminal(code, TERM="dumb")
     assert "\x1b" not in simple
+
+
+@pytest.mark.parametrize("progress", ["no", 2, []])
+def test_progress_that_is_neither_a_switch_nor_a_function_is_refused(progress) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"progress is .*: it must be true, false or a function"),
+        start_progress(progress),
+    ):
+        pass

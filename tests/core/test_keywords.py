@@ -3,6 +3,7 @@
 import inspect
 import logging
 from dataclasses import fields
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from jaxserve.core import vllm_names, vllm_options
 from jaxserve.core.errors import JaxserveError, UnknownKeyword
 from jaxserve.core.keywords import OtherName, translate
 from jaxserve.core.request import CompletionOutput, RequestMetrics, RequestOutput
-from jaxserve.engine.prompts import as_prompt, as_prompts
+from jaxserve.engine.prompts import as_prompt, as_prompts, chat_prompt
 
 CLASSES = (EngineConfig, SamplingParams, StructuredOutput, ReasoningSection)
 METHODS = (LLM.generate, LLM.stream, LLM.embed, AsyncLLM.stream, AsyncLLM.embed)
@@ -99,6 +100,24 @@ def test_only_neutral_values_of_the_same_type_are_neutral() -> None:
             translate("f", {"a": value}, (), table)
 
 
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        (partial(LLM.embed, None, "a"), {"normalize": False}),
+        (SamplingParams, {"enable_thinking": False}),
+        (StructuredOutput, {"json_schema": {}}),
+    ],
+    ids=["embed", "sampling", "structured"],
+)
+def test_values_that_look_empty_but_ask_for_something_are_refused(function, given) -> None:
+    assert next(iter(given)) in message_of(function, **given)
+
+
+def test_keyword_that_resembles_one_of_another_engine_gets_its_advice() -> None:
+    message = message_of(EngineConfig, tool_call_parser="hermes")
+    assert message.endswith("did you mean 'tool_parser'? use jaxserve.parsing")
+
+
 def test_signatures_stay_those_of_the_functions() -> None:
     assert keywords_of(SamplingParams) == [field.name for field in fields(SamplingParams)]
     assert keywords_of(LLM.generate) == ["prompts", "sampling_params", "use_tqdm", "prompt_token_ids"]
@@ -109,6 +128,27 @@ def test_key_of_a_prompt_that_nobody_reads_is_refused() -> None:
     assert "'prompt_token_ids'" in message_of(as_prompt, {"prompt": "a", "prompt_token_id": [1]})
     assert as_prompt({"prompt": "a", "prompt_token_ids": None, "multi_modal_data": None}).text == "a"
     assert [prompt.token_ids for prompt in as_prompts([[1, 2], {"prompt_token_ids": [3]}])] == [(1, 2), (3,)]
+
+
+class Table:
+    """A table like those of pandas, which yield the names of their columns."""
+
+    columns = ("prompt",)
+
+    def __iter__(self):
+        return iter(self.columns)
+
+
+@pytest.mark.parametrize("prompts", [{"a", "b"}, frozenset("a"), Table()])
+def test_sets_and_tables_are_no_lists_of_prompts(prompts) -> None:
+    with pytest.raises(RequestError, match="a set has no order, and of a table give one column"):
+        as_prompts(prompts)
+
+
+@pytest.mark.parametrize("tool", [len, {"name": "f"}, {"type": "function", "function": {}}, "f"])
+def test_tool_of_another_form_is_refused(tool) -> None:
+    with pytest.raises(RequestError, match=r"tools\.0 is .*must have the form"):
+        chat_prompt(None, [{"role": "user", "content": "hi"}], None, {"tools": [tool]})
 
 
 def test_generate_needs_one_kind_of_prompts() -> None:
@@ -149,6 +189,7 @@ class Schema:
     [
         ({"json": Schema()}, r"json must be a JSON schema, got .*Schema object at .*: give its class"),
         ({"json": list}, r"json must be a JSON schema, got <class 'list'>: wrap it in pydantic.TypeAdapter"),
+        ({"json": list[int]}, r"json must be a JSON schema, got list\[int\]: wrap it in pydantic.TypeAdapter"),
         ({"json": 5}, "json must be a JSON schema, got 5$"),
         ({"choice": "yes"}, "choice must be a list of 1 to 10000 strings, got 'yes'"),
         ({"choice": []}, "choice must be a list of 1 to 10000 strings, got a list of 0"),

@@ -2,6 +2,7 @@
 
 import inspect
 import pydoc
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -65,11 +66,19 @@ def test_error_for_a_value_outside_its_range_names_the_limit(values, message):
         ({"tokenizer": b"x"}, "tokenizer is b'x': it must be a text"),
         ({"policy": 3}, "policy is 3: it must be a text"),
         ({"warmup": "no"}, "warmup is 'no': it must be true or false"),
+        ({"variants": "int4"}, r"variants is 'int4': it must be a list, such as \('int4',\)"),
     ],
 )
 def test_error_for_a_value_of_a_wrong_type_names_the_right_one(options, message):
     with pytest.raises(ConfigError, match=message):
         check_ranges(EngineConfig(**options))
+
+
+def test_paths_begin_in_the_users_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = EngineConfig(model="~/a", tokenizer=Path("~/b"), chat_template="~{{ x }}", compile_cache="~/c")
+    assert (config.model, config.tokenizer, config.compile_cache) == ("/home/me/a", Path("/home/me/b"), "/home/me/c")
+    assert config.chat_template == "~{{ x }}"
 
 
 def test_defaults_are_in_range():
@@ -96,5 +105,8 @@ def test_help_of_the_library_lists_all_options_with_their_texts(kind: type):
     assert "progress: bool" in shown
     for field in options_of(EngineConfig):
         if field.name != "model":
-            assert f" {field.name}: {' '.join(help_of(field).split())}" in shown
+            begin = re.split(r"--|max-num-seqs| [(]repeatable", " ".join(help_of(field).split()))[0].rstrip()
+            assert f" {field.name}: {begin}" in shown
     assert "docs/" not in shown
+    assert not re.search(r"--[a-z]|max-num|repeatable", shown), "options are keyword arguments here"
+    assert "in place of those of generation_config: temperature" in shown

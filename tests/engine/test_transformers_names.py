@@ -76,6 +76,11 @@ CALLS = {
 }
 
 
+def test_begin_of_a_sequence_is_not_left_out_by_a_switch_that_is_not_read() -> None:
+    with pytest.raises(UnknownKeyword, match="use add_special_tokens"):
+        TOKENIZER("a", add_bos_token=False)
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_keyword_is_neutral_or_explained(call) -> None:
     function, argument, table = CALLS[call]

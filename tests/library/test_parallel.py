@@ -110,6 +110,11 @@ def test_tensor_parallel_device_holds_only_its_share(tiny_model: Path) -> None:
         assert share < 0.51 * whole + 1024
 
 
+def test_devices_of_a_process_that_has_started_jax_are_counted_as_its_own(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs 16 devices: this process has 8 already .* new process or notebook"):
+        LLM(tiny_model, **OPTIONS, tp=16)
+
+
 @pytest.mark.parametrize("options", [{"tp": 16}, {"pp": 4}, {"tp": 0}, {"dp": 9}])
 def test_impossible_parallel_degrees_are_refused(tiny_model: Path, options: dict) -> None:
     assert len(jax.devices()) == 8
