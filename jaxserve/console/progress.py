@@ -169,8 +169,11 @@ def start_progress(
         yield report
         bar.update(doing, 0, None, "")
         if compiling.programs:
-            kept = "" if compiling.unkept else "; the next start of this model with these options loads them"
-            bar.conclusion = f"compiled {compiling.programs} programs in {compiling.seconds:.0f} s{kept}"
+            programs, them = (
+                ("1 program", "it") if compiling.programs == 1 else (f"{compiling.programs} programs", "them")
+            )
+            kept = "" if compiling.unkept else f"; the next start of this model with these options loads {them}"
+            bar.conclusion = f"compiled {programs} in {compiling.seconds:.0f} s{kept}"
 
 
 def amount(number: int, unit: str) -> str:

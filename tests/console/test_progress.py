@@ -135,6 +135,13 @@ def test_start_counts_programs_of_all_compilers(written: Written) -> None:
     assert "next start" in written.getvalue()
 
 
+def test_start_that_compiles_one_program_says_so(written: Written) -> None:
+    with start_progress(clock=seconds()) as progress:
+        for done in range(2):
+            progress(COMPILING, done, 1)
+    assert re.search(r"compiled 1 program in .* loads it$", written.getvalue(), re.MULTILINE)
+
+
 def test_start_without_a_cache_promises_nothing(written: Written) -> None:
     with start_progress(clock=seconds()) as progress:
         for done in range(3):
