@@ -66,13 +66,14 @@ _HOMES = {
     "RequestOutput": "jaxserve.core.request",
 }
 
+if not TYPE_CHECKING:  # type checkers would let every name pass
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES.get(name, "jaxserve.core.errors")), name)
-    globals()[name] = value  # later uses do not call this function
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
+        value = getattr(import_module(_HOMES.get(name, "jaxserve.core.errors")), name)
+        globals()[name] = value  # later uses do not call this function
+        return value
 
 
 def __dir__() -> list[str]:

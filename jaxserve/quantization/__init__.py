@@ -10,10 +10,11 @@ if TYPE_CHECKING:
 
 __all__ = ["QArray"]
 
+if not TYPE_CHECKING:  # type checkers would let every name pass
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from jaxserve.quantization.qarray import QArray
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from jaxserve.quantization.qarray import QArray
 
-    return QArray
+        return QArray
