@@ -66,8 +66,10 @@ def fetch(
         listing = ask(name, token)
     except Exception as raised:
         error = explained(raised, name, repository.cache)
-        if not isinstance(error, Unreachable) or latest:
+        if not isinstance(error, Unreachable):
             raise error from raised
+        if latest:
+            raise CheckpointError(f"{name} cannot be downloaded: {error}") from raised
         if commit is not None and missing == [VOCABULARIES[0]]:  # which the repository may not have
             return Fetched(repository.snapshot(commit), commit)
         raise _absent(repository, commit, missing, error) from raised

@@ -161,6 +161,13 @@ def test_every_command_looks_a_name_up(hub, monkeypatch, tmp_path, arguments):
     assert "`jaxserve pull org/nothing`" in shown
 
 
+def test_pull_without_a_network_names_the_model(hub, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert (
+        run("pull", "org/name", status=1).output == "jaxserve: org/name cannot be downloaded: HF_HUB_OFFLINE is set\n"
+    )
+
+
 def test_path_is_never_looked_up(hub, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for arguments in (["quantize"], ["bench", "latency", "--model"], ["generate", "text", "--model"]):
