@@ -1,9 +1,14 @@
 """The nginx example in front of a server: streams pass at once, and what is for operators does not pass."""
 
+import grp
+import http.server
+import os
+import pwd
 import shutil
 import socket
 import ssl
 import subprocess
+import threading
 import time
 
 import httpx
@@ -17,6 +22,7 @@ SITE = DEPLOY / "nginx" / "jaxserve.conf"
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 MAIN = """
 daemon off;
+user {user};
 pid {folder}/nginx.pid;
 error_log {folder}/error.log;
 events {{}}
@@ -47,13 +53,16 @@ def proxied(tmp_path):
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     subprocess.run([*command, *subject, "-keyout", key, "-out", certificate], check=True, capture_output=True)
     started = []
+    user = f"{pwd.getpwuid(os.getuid()).pw_name} {grp.getgrgid(os.getgid()).gr_name}"  # who may write into tmp_path
 
-    def start(upstream: int) -> httpx.Client:
-        site = (
-            SITE.read_text().replace("/etc/nginx/tls", str(tmp_path)).replace("127.0.0.1:8000", f"127.0.0.1:{upstream}")
-        )
+    def start(upstream: int, another: int | None = None) -> httpx.Client:
+        site = SITE.read_text().replace("/etc/nginx/tls", str(tmp_path))
+        site = site.replace("127.0.0.1:8000", f"127.0.0.1:{upstream}")
+        if another is not None:
+            site = site.replace("# server 127.0.0.1:8001", f"server 127.0.0.1:{another}")
+            assert str(another) in site
         (tmp_path / "site.conf").write_text(site.replace("listen 443", f"listen 127.0.0.1:{port}"))
-        (tmp_path / "nginx.conf").write_text(MAIN.format(folder=tmp_path))
+        (tmp_path / "nginx.conf").write_text(MAIN.format(folder=tmp_path, user=user))
         command = [NGINX, "-p", str(tmp_path), "-e", str(tmp_path / "error.log"), "-c", str(tmp_path / "nginx.conf")]
         subprocess.run([*command, "-t"], check=True, capture_output=True)
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -83,6 +92,43 @@ def test_streams_pass_at_once_and_operators_paths_do_not(proxied):
             assert answer.status_code == 200
             first = next(answer.iter_lines())  # the second token takes longer than the client waits
         assert '"a"' in first
+
+
+class Busy(http.server.BaseHTTPRequestHandler):
+    """Answers like a server that starts, shuts down or has a full queue, when it has read the request."""
+
+    asked = 0
+
+    def do_POST(self):
+        Busy.asked += 1
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(503)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("size", [1, 2_000_000])
+def test_what_one_server_cannot_take_is_answered_by_another(proxied, size):
+    Busy.asked = 0
+    with (
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), Busy) as busy,
+        serving(FakeClient()) as address,
+        proxied(busy.server_port, address.port) as client,
+    ):
+        threading.Thread(target=busy.serve_forever, daemon=True).start()
+        body = {"model": "fake", "prompt": "x", "max_tokens": 1, "user": "u" * size}
+        assert [client.post("/v1/completions", json=body).status_code for _ in range(4)] == [200] * 4
+        assert Busy.asked
+        busy.shutdown()
+
+
+def test_server_that_is_gone_is_passed_over(proxied):
+    with serving(FakeClient()) as address, proxied(free_port(), address.port) as client:
+        body = {"model": "fake", "prompt": "x", "max_tokens": 1}
+        assert [client.post("/v1/completions", json=body).status_code for _ in range(4)] == [200] * 4
 
 
 def test_large_bodies_pass_up_to_the_servers_limit(proxied):
