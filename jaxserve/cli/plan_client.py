@@ -30,15 +30,19 @@ class PlanClient:
         address = ServerAddress.parse(url)
         headers = {b"authorization": b"Bearer " + admin_key.encode()} if admin_key else {}
         try:
-            scheme = httpx2.URL(address.base_url).scheme
+            target = httpx2.URL(address.base_url)
         except httpx2.InvalidURL as error:
             raise ConfigError(f"invalid address {url!r}: {error} (--url)") from error
-        if scheme not in ("http", "https"):
+        if target.scheme not in ("http", "https"):
             raise ConfigError(f"invalid address {url!r}: give one such as http://127.0.0.1:8000 (--url)")
         transport = httpx2.HTTPTransport(uds=address.socket) if address.socket else None
-        trusted = trusted_authorities()
         self._http = httpx2.Client(
-            base_url=address.base_url, headers=headers, timeout=TIMEOUT, transport=transport, verify=trusted
+            base_url=target,
+            headers=headers,
+            timeout=TIMEOUT,
+            transport=transport,
+            verify=trusted_authorities(),
+            trust_env=not is_loopback(target.host),  # a proxy is not on the way to this machine
         )
 
     def __enter__(self) -> "PlanClient":

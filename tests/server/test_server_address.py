@@ -49,6 +49,13 @@ def test_plan_is_shown(reached):
     assert json.loads(done.stdout)["instances"]
 
 
+def test_no_proxy_is_asked_for_this_machine(reached, monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing listens
+    test_plan_is_shown(reached)
+    test_benchmark_finds_the_model_sends_requests_and_reads_metrics(reached)
+
+
 def test_benchmark_finds_the_model_sends_requests_and_reads_metrics(reached):
     url, record = reached[0], RequestRecord(0, 0.0, 0.0, input_tokens=1)
     assert discover(url, ServerOptions()).name == "fake"
