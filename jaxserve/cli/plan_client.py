@@ -10,6 +10,7 @@ import httpx2
 
 from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.server_address import ServerAddress, tls_hint, trusted_authorities
+from jaxserve.server.settings import is_loopback
 
 TIMEOUT = httpx2.Timeout(10.0)  # s; events come every second
 YAML = "application/yaml"
