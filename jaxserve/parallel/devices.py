@@ -8,9 +8,20 @@ from jaxserve.core.errors import ConfigError
 
 PLATFORM_CHOICES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")  # environment variables
 
+_started_in: dict[str, int] = {}  # the process that has started JAX, once there is one
+
 
 def devices() -> tuple[jax.Device, ...]:
-    """Return the devices that JAX computes on. Raise `ConfigError` if JAX cannot start."""
+    """Return the devices that JAX computes on.
+
+    Raise `ConfigError` if JAX cannot start, or has started in the process of which this one is a fork: it would wait
+    for ever for threads that a fork lacks.
+    """
+    if os.getpid() != _started_in.setdefault("process", os.getpid()):
+        raise ConfigError(
+            "this process is a fork of one that has opened a model, whose threads it lacks: start it in another way, "
+            'such as multiprocessing.get_context("spawn").Process'
+        )
     try:
         return tuple(jax.devices())
     except (RuntimeError, AssertionError) as error:

@@ -113,6 +113,8 @@ def test_forked_process_gets_an_error_instead_of_waiting_for_ever(tiny_model: Pa
             lambda: next(stream),
         ):
             assert "EngineForked: the engine runs in the process that opened it" in in_fork(call)
+        opening = in_fork(lambda: LLM(tiny_model, **options))
+        assert opening.startswith("ConfigError: this process is a fork of one that has opened a model"), opening
         assert in_fork(stream.close) == "done"
         assert in_fork(llm.close) == "done"
         assert tokens + sum((piece.outputs[0].token_ids for piece in stream), ()) == expected
