@@ -12,8 +12,8 @@ def engine_repr(kind: str, info: ModelInfo, snapshots: Sequence[Snapshot], *, cl
     if closed:
         return f"<{kind} {info.name!r}: closed>"
     whole = combine(snapshots)
-    layers = ", ".join(f"{count} {name}" for name, count in sorted(whole.layers_by_precision.items()))
-    parts = [f"layers: {layers}", f"context: {info.max_model_len:,} tokens", f"KV pages: {whole.kv_pages_total:,}"]
+    context, pages = f"context: {info.max_model_len:,} tokens", f"KV pages: {whole.kv_pages_total:,}"
+    parts = [f"layers: {whole.layers_text}", context, pages]
     if len(snapshots) > 1:
         parts.append(f"instances: {len(snapshots)}")
     return f"<{kind} {info.name!r}, {', '.join(parts)}>"

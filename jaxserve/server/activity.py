@@ -41,8 +41,8 @@ class Activity:
         ]
         if preempted := snapshot.preemptions - before.preemptions:
             parts.append(f"preempted {preempted}")
-        if layers := ", ".join(f"{count} {name}" for name, count in sorted(snapshot.layers_by_precision.items())):
-            parts.append(f"layers: {layers}")
+        if snapshot.layers_by_precision:
+            parts.append(f"layers: {snapshot.layers_text}")
         if (instances := len(self._client.instances())) > 1:
             parts.append(f"instances: {instances}")
         return ", ".join(parts)

@@ -88,6 +88,11 @@ class Snapshot:
         return self.kv_pages_used / self.kv_pages_total if self.kv_pages_total else 0.0
 
     @property
+    def layers_text(self) -> str:
+        """The number of layers in each precision, such as "4 bfloat16, 20 int8"."""
+        return ", ".join(f"{count} {name}" for name, count in sorted(self.layers_by_precision.items()))
+
+    @property
     def totals(self) -> "Snapshot":
         """The values that are cumulative since the start, alone."""
         return Snapshot(**{name: getattr(self, name) for name in _TOTALS})
