@@ -152,7 +152,8 @@ def start_progress(
     """Yield the function to which an engine that starts reports its progress.
 
     `progress`: True shows a bar, False nothing, and a function gets the reports instead. At the end, the number of
-    programs that were compiled, if any, takes the place of the bar. Raise `ConfigError` for any other value.
+    programs that were compiled takes the place of the bar, unless they took no time worth a line. Raise `ConfigError`
+    for any other value.
     """
     if not callable(progress) and progress not in (True, False, None):
         raise ConfigError(f"progress is {progress!r}: it must be true, false or a function")
@@ -168,7 +169,7 @@ def start_progress(
 
         yield report
         bar.update(doing, 0, None, "")
-        if compiling.programs:
+        if compiling.programs and round(compiling.seconds):
             programs, them = (
                 ("1 program", "it") if compiling.programs == 1 else (f"{compiling.programs} programs", "them")
             )

@@ -150,6 +150,13 @@ def test_start_without_a_cache_promises_nothing(written: Written) -> None:
     assert "next start" not in written.getvalue()
 
 
+def test_start_that_compiles_for_a_moment_says_nothing(written: Written) -> None:
+    with start_progress(clock=lambda: 7.0) as progress:
+        progress(COMPILING, 0, 2)
+        progress(COMPILING, 2, 2)
+    assert written.getvalue() == ""
+
+
 def test_start_that_finds_all_compiled_says_nothing(written: Written) -> None:
     with start_progress(clock=lambda: 0.0) as progress:
         progress(READING, 1, 1)
@@ -215,7 +222,7 @@ def test_notebook_shows_nothing_of_short_work(outputs: list[list[str]]) -> None:
 # -- a terminal
 
 PRELUDE = """
-import sys, threading, time
+import itertools, sys, threading, time
 from jaxserve.console.progress import phases, progress_bar, start_progress
 """
 
@@ -264,7 +271,7 @@ def test_terminal_shows_bars_of_threads_and_of_nested_work_as_one_display() -> N
         with progress_bar("requests [/x]", 4) as bar:
             threads = [threading.Thread(target=work, args=(f"thread {n}",)) for n in range(2)]
             for thread in threads: thread.start()
-            with start_progress() as progress:
+            with start_progress(clock=itertools.count().__next__) as progress:
                 progress("compiling programs", 3, 143)
                 time.sleep(0.2)
             for thread in threads: thread.join()
