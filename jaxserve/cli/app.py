@@ -1,7 +1,7 @@
 """The Typer application, group and command of which jaxserve's command line is made."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -47,11 +47,22 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group of commands with jaxserve's help; it may have options of its own, in any spelling."""
+    """A group of commands with jaxserve's help; it may have options of its own, in any spelling.
+
+    `others`: what to use instead of commands that other servers have.
+    """
+
+    others: ClassVar[Mapping[str, str]] = {}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Translate what stands before the name of a command, then parse it."""
         return super().parse_args(ctx, translated(ctx, args))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the first argument names. Raise a usage error if there is none."""
+        if (advice := self.others.get(args[0])) and self.get_command(ctx, args[0]) is None:
+            raise UsageError(f"no such command {args[0]!r}: use {advice}", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
@@ -94,6 +105,19 @@ def translated(context: Any, args: list[str]) -> list[str]:
 
 class Root(Group):
     """The whole command line, which ends with one line after Ctrl-C, and after an error that a user can correct."""
+
+    others: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("run", "launch"), "jaxserve chat MODEL in the terminal, or jaxserve serve MODEL"),
+        **dict.fromkeys(("list", "ls", "ps", "show"), "jaxserve models, or jaxserve plan for a running server"),
+        **dict.fromkeys(("rm", "remove", "delete"), "jaxserve models remove NAME"),
+        **dict.fromkeys(("start", "server", "api_server", "create"), "jaxserve serve MODEL"),
+        **dict.fromkeys(("complete", "completion", "cli"), "jaxserve generate"),
+        **dict.fromkeys(("download", "get"), "jaxserve pull NAME"),
+        **dict.fromkeys(("batch", "run_batch"), "jaxserve run-batch"),
+        "stop": "Ctrl-C, or send SIGTERM to the server",
+        "help": "jaxserve --help, or jaxserve COMMAND --help",
+        "version": "jaxserve --version",
+    }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse what stands before the name of a command."""

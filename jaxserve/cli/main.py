@@ -138,8 +138,8 @@ def generate(
 @app.command()
 @expand_options
 def chat(
+    model: Annotated[str | None, typer.Argument(help=MODEL)] = None,
     *,
-    model: Model = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     engine: TerminalOptions,
     sampling: ChatSamplingOptions,

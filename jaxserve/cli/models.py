@@ -2,16 +2,16 @@
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
 
-from jaxserve.cli.app import App
+from jaxserve.cli.app import App, Group
 from jaxserve.cli.terminal import configure_logging
 from jaxserve.console.bars import console
 from jaxserve.console.progress import amount, start_progress
@@ -28,8 +28,20 @@ SHORT = 8  # characters of a commit that are shown
 
 DownloadDir = Annotated[Path | None, typer.Option(help=DOWNLOAD_DIR, show_default=False)]
 
+
+class Models(Group):
+    """The group `jaxserve models`."""
+
+    others: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("list", "ls"), "jaxserve models"),
+        **dict.fromkeys(("rm", "delete"), "jaxserve models remove NAME"),
+        "pull": "jaxserve pull NAME",
+    }
+
+
 app = App(
     name="models",
+    cls=Models,
     help="List the models from the hub that are on this machine, or remove some.",
     invoke_without_command=True,
     no_args_is_help=False,

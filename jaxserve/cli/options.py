@@ -10,7 +10,7 @@ import typer
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.options import Option, OptionField, check_ranges, help_of, options_of
-from jaxserve.core.vllm_options import COMMAND_LINE
+from jaxserve.core.vllm_options import COMMAND_LINE, TERMINAL
 
 Given = dict[str, Any]
 """Options given on the command line, by field of a configuration."""
@@ -90,7 +90,9 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     options = [field for marked in groups.values() for field in marked.fields()]
     expanded.shown_later = {field.name for field in options if not field.option.first}  # type: ignore[attr-defined]
     # Options of other engines that the command explains; a command with the degree --tp has options of an engine.
-    expanded.others = COMMAND_LINE if any(field.name == "tp" for field in options) else {}  # type: ignore[attr-defined]
+    names = {field.name for field in options}
+    others = TERMINAL if "max_tokens" in names else COMMAND_LINE
+    expanded.others = others if "tp" in names else {}  # type: ignore[attr-defined]
     expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return expanded

@@ -1,7 +1,8 @@
 """The options of vLLM's engines and of its server that have another name here, or none, and some of other engines.
 
-`ENGINE` has the options of engines, which are keyword arguments too; `COMMAND_LINE` has the server's besides. In the
-reasons, names of options are between backticks, so that each interface can show them in its own spelling.
+`ENGINE` has the options of engines, which are keyword arguments too; `COMMAND_LINE` has the server's besides, and
+`TERMINAL` those of requests. In the reasons, names of options are between backticks, so that each interface can show
+them in its own spelling.
 """
 
 from collections.abc import Mapping
@@ -227,7 +228,21 @@ _SERVER: Mapping[str, OtherName] = {
     **use("set the environment variable HF_TOKEN, which other users of the machine cannot see", "hf_token"),
 }
 
-COMMAND_LINE: Mapping[str, OtherName] = {**ENGINE, **_SERVER}
+_REQUESTS = use(
+    "requests say it: `override_generation_config` sets what they leave out",
+    *("temp", "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "repetition_penalty"),
+)
+
+COMMAND_LINE: Mapping[str, OtherName] = {**ENGINE, **_SERVER, **_REQUESTS}
+
+TERMINAL: Mapping[str, OtherName] = {
+    **ENGINE,
+    **_SERVER,
+    **same(n_predict="max_tokens", predict="max_tokens", num_predict="max_tokens", max_new_tokens="max_tokens"),
+    **same(temp="temperature", repeat_penalty="repetition_penalty"),
+    **ignored("answers and errors are all that is written", "verbose"),
+}
+"""The options that commands which answer in the terminal take or explain."""
 
 SHORT = {
     **{"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size"},

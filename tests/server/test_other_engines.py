@@ -161,6 +161,7 @@ def test_options_without_effect_are_ignored_with_a_notice(line: str, reason: str
         ("M --logging-config log.json", "use --log-config-file"),
         ("M 1 2", "got unexpected extra argument"),
         ("M --prefix-caching=maybe", "--prefix-caching is 'maybe': it must be true or false"),
+        ("M --temp 0.2", "--temp: requests say it: --override-generation-config sets what they leave out"),
         ("M --num-ctx 3", "did you mean '--n-ctx'? use --max-model-len; see"),
         ("M --reasoning-budget 0", "did you mean '--reasoning-parser'?;"),  # not what the library says of it
         ("M --tensor-paralel-size 2", "did you mean '--tensor-parallel-size', which is '--tp' here?"),
@@ -179,6 +180,30 @@ def test_texts_that_begin_like_json_stay_as_they_are():
     command = get_command(app).commands["generate"]
     given = command.make_context("generate", ["--stop", "[INST]", "--stop", '["a"]', "a prompt"]).params
     assert (given["stop"], given["prompt"]) == (["[INST]", '["a"]'], "a prompt")
+
+
+def test_commands_in_the_terminal_take_options_of_requests_by_their_other_names():
+    command = get_command(app).commands["chat"]
+    given = command.make_context("chat", ["-m", "M", "-n", "5", "--temp", "0", "--repeat-penalty=1.1"]).params
+    assert (given["model"], given["max_tokens"], given["temperature"]) == ("M", 5, 0.0)
+    assert given["repetition_penalty"] == 1.1
+    assert command.make_context("chat", ["M"]).params["model"] == "M"
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("run mistral", "use jaxserve chat MODEL"),
+        ("list", "use jaxserve models"),
+        ("help serve", "use jaxserve --help"),
+        ("models rm x", "use jaxserve models remove NAME"),
+        ("models ls", "use jaxserve models;"),
+    ],
+)
+def test_commands_of_other_engines_are_explained(line: str, advice: str):
+    done = CliRunner().invoke(app, line.split(), prog_name="jaxserve")
+    assert done.exit_code == 2
+    assert f"no such command {line.removeprefix('models ').split()[0]!r}: {advice}" in done.stderr
 
 
 def test_commands_without_an_engine_suggest_their_own_options_alone():
