@@ -96,7 +96,8 @@ class Speller:
             return [[each] for each in chosen[:1]]
         if value is None and not rest:
             return [[name]]
-        value = rest.popleft() if value is None else value
+        if value is None:  # the value of --serve-args is a command line itself
+            value = rest.popleft() if option.name.endswith("args") else self._next_value(name, rest)
         if option.name in VALUES and self._others:
             converted = VALUES[option.name](value)
             return [] if converted is None else [[name, str(converted)]]
@@ -111,7 +112,7 @@ class Speller:
                 return self._own_option(flag, str(other.value), rest) if on else []
             if self._own[flag].is_flag:
                 return self._own_option(flag, str(on), rest)
-            value = rest.popleft() if value is None and rest else value
+            value = self._next_value(name, rest) if value is None and rest else value
             values = _parsed(value) if value and self._own[flag].multiple else value
             if isinstance(values, list):  # as in --allowed-origins '["https://example.org"]'
                 return [[flag, str(each)] for each in values]
@@ -129,6 +130,16 @@ class Speller:
                 raise ConfigError(f"no such option: {name}: {self.shown(other.reason)}")
             self.notices.append(f"{name} has no effect: {self.shown(other.reason)}")
         return []
+
+    def _next_value(self, name: str, rest: deque[str]) -> str:
+        """Return the next argument as the value of an option. Raise `ConfigError` if it is another option.
+
+        So `--api-key $KEY --port 8000` does not make a key of `--port` where KEY is not set.
+        """
+        follows = _split(rest[0])[0]
+        if follows.startswith("--") and (follows in self._own or _key(follows).removeprefix("no_") in self._others):
+            raise ConfigError(f"{name} needs a value, and {follows} follows (or give it as {name}={follows})")
+        return rest.popleft()
 
     def shown(self, reason: str) -> str:
         """Return the reason of an option of another engine with the names of options in their spelling here."""

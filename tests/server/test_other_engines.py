@@ -106,6 +106,7 @@ def refused(*args: str) -> str:
         ("--disable-log-stats M", {"log_interval": 0.0, "model": "M"}),
         ("--disable-log-stats=false --no-disable-log-stats M", {"model": "M"}),
         ("--chat-template -- M", {"chat_template": "--", "model": "M"}),
+        ("--api-key=--port M --api-key -x", {"api_keys": ["--port", "-x"], "model": "M"}),
     ],
 )
 def test_other_spellings_mean_the_same(line: str, expected: dict, capsys):
@@ -160,6 +161,10 @@ def test_options_without_effect_are_ignored_with_a_notice(line: str, reason: str
         ("M --task classify", "models generate, chat and embed alone"),
         ("M --logging-config log.json", "use --log-config-file"),
         ("M 1 2", "got unexpected extra argument"),
+        ("M --api-key --port 8000", "--api-key needs a value, and --port follows (or give it as --api-key=--port)"),
+        ("M --api-key --enable-auto-tool-choice", "--api-key needs a value, and --enable-auto-tool-choice follows"),
+        ("M --served-model-name --no-enable-prefix-caching", "--served-model-name needs a value"),
+        ("M --tensor-parallel-size --max_model_len=9", "--tensor-parallel-size needs a value"),
         ("M --prefix-caching=maybe", "--prefix-caching is 'maybe': it must be true or false"),
         ("M --temp 0.2", "--temp: requests say it: --override-generation-config sets what they leave out"),
         ("M --num-ctx 3", "did you mean '--n-ctx'? use --max-model-len; see"),
@@ -174,6 +179,12 @@ def test_options_that_mean_nothing_here_are_explained_in_one_line(line: str, rea
     assert reason in message
     assert message.startswith("jaxserve: ")
     assert message.endswith("; see jaxserve serve --help\n")
+
+
+def test_value_that_is_a_command_line_may_begin_with_an_option():
+    command = get_command(app).commands["sim"].commands["plan"]
+    given = command.make_context("plan", ["--serve-args", "--memory-gb=2"]).params
+    assert given["serve_args"] == "--memory-gb=2"
 
 
 def test_texts_that_begin_like_json_stay_as_they_are():

@@ -170,8 +170,8 @@ def test_errors_name_the_option_and_the_file(authority, tmp_path):
         ({"ssl_ca_certs": missing, **clients}, missing, "No such file or directory (--ssl-ca-certs)"),
         ({"ssl_certfile": broken}, broken, "holds no certificate in PEM format (--ssl-certfile)"),
         ({"ssl_ca_certs": broken, **clients}, broken, "holds no certificate in PEM format (--ssl-ca-certs)"),
-        ({"ssl_keyfile": broken}, broken, "(--ssl-keyfile)"),
-        ({"ssl_keyfile": None}, identity.certificate, "(--ssl-keyfile)"),
+        ({"ssl_keyfile": broken}, broken, "holds no private key in PEM format (--ssl-keyfile)"),
+        ({"ssl_keyfile": None}, identity.certificate, "holds no private key in PEM format (--ssl-keyfile)"),
         ({"ssl_keyfile": other.key}, other.key, f"not the key of the certificate in {identity.certificate}"),
         ({"ssl_certfile": tmp_path}, tmp_path, "Is a directory (--ssl-certfile)"),
     ):

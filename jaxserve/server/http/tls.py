@@ -39,7 +39,8 @@ class _Files:
         context.set_alpn_protocols(["http/1.1"])
         # Only to tell which of the two files is bad.
         _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self.certificate, "--ssl-certfile")
-        _read(self.key, "--ssl-keyfile")
+        if "PRIVATE KEY-----" not in _read(self.key, "--ssl-keyfile"):
+            raise ConfigError(f"{self.key} holds no private key in PEM format (--ssl-keyfile)")
         try:
             context.load_cert_chain(self.certificate, self.key, self._password)
         except (OSError, ValueError) as error:
