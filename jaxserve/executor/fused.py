@@ -106,13 +106,14 @@ class FusedTier:
         self, counter: CompileCounter, *, compiler: Compiler | None = None, programs: FusedPrograms | None = None
     ):
         """Take the executables that other executors have compiled: `programs`."""
-        self._counter = counter
         self._compiler = compiler or Compiler()
         self._programs = programs or FusedPrograms()
         self._compiled: dict[StageKey, Future[None]] = {}
         self._ready: dict[StageKey, Fused] = {}
         self._missing: set[StageKey] = set()  # what no executor had compiled at its first use
-        self._pool = ThreadPoolExecutor(compile_threads(), "jaxserve-fuse", initializer=self._mark_thread)
+        # Threads keep their initializer: one of this object's own would keep the executor and its weights as well.
+        mark, tier = counter.count_thread_as, (FUSED_TIER,)
+        self._pool = ThreadPoolExecutor(compile_threads(), "jaxserve-fuse", initializer=mark, initargs=tier)
 
     def find(self, key: StageKey) -> Fused | None:
         """Return the executable for a key if it is ready. This never waits."""
@@ -151,9 +152,6 @@ class FusedTier:
         self._pool.shutdown(cancel_futures=True)
         self._compiled.clear()
         self._ready.clear()
-
-    def _mark_thread(self) -> None:
-        self._counter.count_thread_as(FUSED_TIER)
 
     def _compile(self, key: StageKey, program: StageProgram, arguments: tuple) -> None:
         try:

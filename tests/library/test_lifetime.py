@@ -55,12 +55,13 @@ def test_llm_changes_no_signal_handler_and_leaves_no_thread(tiny_model: Path) ->
     assert set(threading.enumerate()) == threads
 
 
-def test_dropped_llm_frees_every_array_and_its_thread(tiny_model: Path) -> None:
+@pytest.mark.parametrize("warmup", [False, True])
+def test_dropped_llm_frees_every_array_and_its_threads(tiny_model: Path, warmup: bool) -> None:
     before, threads = resident(), set(threading.enumerate())
-    llm = LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4)
+    llm = LLM(tiny_model, load_format="dummy", warmup=warmup, max_model_len=64, max_num_seqs=2)
     llm.generate([[3, 4, 5]], SamplingParams(max_tokens=5), use_tqdm=False)
     started = set(threading.enumerate()) - threads
-    assert started
+    assert any("fuse" in thread.name for thread in started) == warmup
     del llm
     assert resident() - before < 4096
     for thread in started:
