@@ -16,6 +16,8 @@ def test_reference_shows_every_endpoint_and_sends_a_request(open_page):
         paths = page.request.get(f"{address.url}/openapi.json").json()["paths"]
         shown = {tuple(text.split()[:2]) for text in page.locator("#contents a").all_text_contents()}  # method and path
         assert shown == {(method.upper(), path) for path, methods in paths.items() for method in methods}
+        assert "starting_after" in page.locator(".says code").all_text_contents()
+        assert page.locator(".says", has_text="`").count() == 0
         page.get_by_role("link", name="POST /v1/chat/completions").click()
         endpoint = page.locator("#post-v1-chat-completions")
         command = endpoint.locator("pre").first.text_content()

@@ -80,7 +80,7 @@ class Endpoint {
     Object.assign(this, { method, path, operation, id: `${method}${path.replaceAll(/\W+/g, "-")}` });
     const says = (operation.description ?? operation.summary ?? "").split("\n")[0];
     const badge = element("span", { class: `method ${method}` }, method.toUpperCase());
-    const summary = element("summary", {}, badge, element("span", { class: "path" }, path), element("span", { class: "says" }, says));
+    const summary = element("summary", {}, badge, element("span", { class: "path" }, path), element("span", { class: "says" }, ...words(says)));
     this.node = element("details", { class: "endpoint panel", id: this.id }, summary);
     this.node.addEventListener("toggle", () => this.node.open && this.#fill(), { once: true });
   }
@@ -94,7 +94,7 @@ class Endpoint {
   #fill() {
     const { operation, method, path } = this;
     const rest = (operation.description ?? "").split("\n").slice(1).join("\n").trim();
-    const parts = rest ? [element("p", {}, rest)] : [];
+    const parts = rest ? [element("p", {}, ...words(rest))] : [];
     const parameters = operation.parameters ?? [];
     if (parameters.length) {
       const rows = parameters.map(({ name, in: place, required, schema }) => row(name, `${typeOf(schema)}, in the ${place}`, required, schema));
@@ -109,6 +109,11 @@ class Endpoint {
     if (schema) parts.push(element("h3", {}, "Fields of the body"), ...fieldsOf(schema));
     this.node.append(appendAll(element("div"), parts));
   }
+}
+
+/** Return a description's parts, of which those between backticks are code. */
+function words(text) {
+  return text.split("`").map((part, index) => (index % 2 ? element("code", {}, part) : part));
 }
 
 /** A form that sends a request and shows the answer. */
@@ -223,7 +228,7 @@ function row(name, type, required, schema) {
   if (required) title.append(" ", element("span", { class: "needed" }, "required"));
   const limits = [["default", schema.default], ["at least", schema.minimum], ["at most", schema.maximum]];
   const notes = limits.filter(([, value]) => value != null).map(([text, value]) => `${text} ${JSON.stringify(value)}`);
-  return element("tr", {}, title, element("td", {}, [type, ...notes].join("; ")), element("td", {}, schema.description ?? ""));
+  return element("tr", {}, title, element("td", {}, [type, ...notes].join("; ")), element("td", {}, ...words(schema.description ?? "")));
 }
 
 /** Returns the type of a schema in words. */
