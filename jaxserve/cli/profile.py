@@ -29,7 +29,18 @@ def _option(text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, **more)
 
 
+OF_ORDERS = (
+    "held_out",
+    "held_out_tokens",
+    "plot",
+    "positions",
+    "weights",
+    "seeds",
+)  # read by --compare-orders alone
+
+
 def profile(
+    context: typer.Context,
     model: Annotated[str | None, typer.Argument(help=MODEL, show_default=False)] = None,
     *,
     calib: Annotated[
@@ -73,6 +84,8 @@ def profile(
     ] = "float32",
 ) -> None:
     """Measure what each of a model's layers loses in fewer bits, by which policies choose the layers to change."""
+    if not compare_orders:
+        _refuse_options_of_orders(context)
     chosen = tuple(dict.fromkeys(name.strip() for name in precisions.split(",") if name.strip()))
     score_weights = _parse_weights(weights)
     if compare_orders:
@@ -111,6 +124,14 @@ def profile(
         write_file(picture, draw(made))
     saved = f"{path} and {picture}" if compare_orders else path
     console.print(f"saved {saved}", markup=False, soft_wrap=True)
+
+
+def _refuse_options_of_orders(context: typer.Context) -> None:
+    """Raise `ConfigError` for an option on the command line that concerns the comparison of orders alone."""
+    for name in OF_ORDERS:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"--{name.replace('_', '-')} concerns orders of swapping alone: add --compare-orders")
 
 
 def _parse_weights(text: str) -> Weights:

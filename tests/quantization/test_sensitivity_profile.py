@@ -190,6 +190,17 @@ def calib(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["--plot a.png", "--held-out a.txt", "--held-out-tokens 4096", "--positions last", "--weights 1,1,1", "--seeds 2"],
+)
+def test_options_of_orders_are_refused_where_none_are_compared(option):
+    done = CliRunner().invoke(app, ["profile", *option.split()])
+    assert done.exit_code
+    said = f"{done.output}{done.exception}"
+    assert f"{option.split()[0]} concerns orders of swapping alone: add --compare-orders" in " ".join(said.split())
+
+
 def test_profile_command_measures_each_layer_alone(calib, tmp_path):
     out = tmp_path / "profile.json"
     printed = run(MODEL, "--calib", calib, "--precisions", "int4", "--out", out, *QUICK)
