@@ -186,11 +186,13 @@ Messages = list[dict[str, str]]
 def _open_llm(model: str | None, engine: Given, sampling: SamplingOptions) -> Iterator[tuple["LLM", "SamplingParams"]]:
     """Yield an LLM for one answer at a time and its sampling parameters, and close it at the end.
 
-    Programs are compiled when an answer first needs them, so the first answer comes sooner than after a warm-up.
+    What is not given on the command line is as in the server: the model's own defaults. Programs are compiled when an
+    answer first needs them, so the first answer comes sooner than after a warm-up.
     """
     from jaxserve.core.sampling import SamplingParams
 
-    params = SamplingParams(**given_options(sampling))  # raises before the model is loaded
+    chosen = given_options(sampling)
+    SamplingParams(**chosen)  # raises before the model is loaded
     configure_logging("warning")
     with start_progress() as progress:
         from jaxserve.llm import LLM
@@ -198,7 +200,7 @@ def _open_llm(model: str | None, engine: Given, sampling: SamplingOptions) -> It
         llm = LLM(model, **engine, max_num_seqs=1, warmup=False, progress=progress)
     with llm:
         _ = llm.tokenizer  # raises if the model has none
-        yield llm, params
+        yield llm, replace(llm.get_default_sampling_params(), **chosen)
 
 
 def _print_ready(urls: Sequence[str], client: "EngineClient", settings: ServerSettings) -> None:

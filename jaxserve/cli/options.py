@@ -32,21 +32,34 @@ IN_TERMINAL = frozenset(field.name for field in options_of(EngineConfig) if fiel
 OFFLINE = IN_TERMINAL | {"model", "kv_pages", "max_num_seqs", "max_num_batched_tokens"}
 
 
+THE_MODELS = "the model's (its generation_config.json)"
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """Sampling options of `jaxserve generate`, which are fields of `SamplingParams`."""
 
     max_tokens: Annotated[int, Option("Sampling", "Maximum number of tokens to generate.", first=True)] = 128
     temperature: Annotated[
-        float, Option("Sampling", "Sampling temperature; 0: always the likeliest token.", first=True)
-    ] = 0.7
+        float | None,
+        Option("Sampling", "Sampling temperature; 0: always the likeliest token.", default=THE_MODELS, first=True),
+    ] = None
     top_p: Annotated[
-        float, Option("Sampling", "Sample from the likeliest tokens that together have this probability.", first=True)
-    ] = 0.95
-    top_k: Annotated[int, Option("Sampling", "Sample from this many of the likeliest tokens; 0: all.")] = 0
+        float | None,
+        Option(
+            "Sampling",
+            "Sample from the likeliest tokens that together have this probability.",
+            default=THE_MODELS,
+            first=True,
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None, Option("Sampling", "Sample from this many of the likeliest tokens; 0: all.", default=THE_MODELS)
+    ] = None
     repetition_penalty: Annotated[
-        float, Option("Sampling", "Penalty on tokens that already occurred; above 1: fewer repetitions.")
-    ] = 1.0
+        float | None,
+        Option("Sampling", "Penalty on tokens that already occurred; above 1: fewer repetitions.", default=THE_MODELS),
+    ] = None
     seed: Annotated[int | None, Option("Sampling", "Random seed; the same seed gives the same answer.", first=True)] = (
         None
     )
