@@ -326,7 +326,7 @@ def test_missing_compiler_is_logged_once_and_xla_is_used(nowhere, monkeypatch, c
     assert not native.targets()
     assert not native.targets()
     assert [r.message for r in caplog.records] == [
-        "no C++ compiler (no-such-compiler) for the native CPU kernels, using the slower plain XLA"
+        "no C++ compiler (no-such-compiler) for the native CPU kernels, using the slower plain XLA (CXX names one)"
     ]
     check(paged_attention, Shape(B=2, N=1))
 
