@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -55,6 +56,15 @@ def short_collections() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """Log as before after a test that has run a command, which sets the levels of its process."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("jaxserve", "jaxserve.hub"))}
+    yield
+    for logger, level in levels.items():
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

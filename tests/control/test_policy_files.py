@@ -95,8 +95,8 @@ def test_unknown_policy_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("def Own(", "own.py raised SyntaxError: '(' was never closed"),
-        ("import nothing_like_this", "own.py raised ModuleNotFoundError: No module named 'nothing_like_this'"),
+        ("def Own(", "own.py:1 raised SyntaxError: '(' was never closed"),
+        ("import nothing_like_this", "own.py:1 raised ModuleNotFoundError: No module named 'nothing_like_this'"),
         ("class Own: pass", "Own(resources, swap_order) raised TypeError: Own() takes no arguments"),
         ("def Own(resources, order): return 1 / 0", "Own(resources, swap_order) raised ZeroDivisionError: division"),
         ("def Own(resources, order): return None", "what Own returns has no `name` that is a string"),

@@ -51,18 +51,13 @@ def test_chat_command_answers_each_line(environment, random_model):
 
 
 def test_parameters_that_are_not_given_are_the_models(environment, random_model, tmp_path):
-    """The answers of a sampling model differ, and those of one whose own default is greedy are the greedy ones."""
     model = tmp_path / "greedy"
     shutil.copytree(random_model, model)
     (model / "generation_config.json").write_text('{"temperature": 0.0}')
-    asked = [run(environment, "generate", "abc", "--model", str(model), "--seed", seed, *GREEDY[2:]) for seed in "12"]
+    asked = run(environment, "generate", "abc", "--model", str(model), "--seed", "1", *GREEDY[2:])
     greedy = run(environment, "generate", "abc", "--model", str(model), *GREEDY)
-    assert [answer.stdout for answer in asked] == [greedy.stdout] * 2
-    warm = [
-        run(environment, "generate", "abc", "--model", str(model), "--temperature", "1", "--seed", seed, *GREEDY[2:])
-        for seed in "12"
-    ]
-    assert warm[0].stdout != warm[1].stdout
+    assert asked.returncode == 0, asked.stderr
+    assert asked.stdout == greedy.stdout
 
 
 class TalkativeLLM:
