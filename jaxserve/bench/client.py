@@ -38,7 +38,7 @@ class Target:
 
     @property
     def address(self) -> ServerAddress:
-        """Where requests are sent."""
+        """The address to which requests are sent."""
         return ServerAddress.parse(self.base_url)
 
     @property

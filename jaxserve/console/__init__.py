@@ -1,1 +1,1 @@
-"""What people see of commands and of the library: progress and tables, each in one style."""
+"""Progress and tables, which all commands and the library show in one style."""

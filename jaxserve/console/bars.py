@@ -15,7 +15,7 @@ console = Console(stderr=True, highlight=False)
 
 
 class Activity(ProgressColumn):
-    """What is being done, cut where the terminal is too narrow for all columns."""
+    """The column that names the work, cut where the terminal is too narrow for all columns."""
 
     def render(self, task: Task) -> Text:
         """Return the cell of a task."""

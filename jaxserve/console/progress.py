@@ -23,7 +23,9 @@ Clock = Callable[[], float]
 
 
 class ProgressBar:
-    """How far a piece of work has come. Its methods may be called from any thread, often, and return at once.
+    """A display of how far a piece of work has come.
+
+    Its methods may be called from any thread, often, and return at once.
 
     With the unit "B", `done` and `total` are bytes.
     """

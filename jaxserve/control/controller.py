@@ -164,7 +164,7 @@ class Controller:
 
     @property
     def notes(self) -> Mapping[str, str]:
-        """Why the policy keeps the plans of instances, by their names."""
+        """Reasons for which the policy keeps the plans of instances, by their names."""
         return {name: instance.note for name, instance in self._instances.items() if instance.note}
 
     @property

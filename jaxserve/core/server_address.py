@@ -15,7 +15,7 @@ TLS_HINTS = {  # a part of an error's message: what helps
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where requests go: the beginning of their URLs, and the Unix socket to connect to, if it is one."""
+    """An address for requests: the beginning of their URLs, and the Unix socket to connect to, if it is one."""
 
     base_url: str  # without a slash at its end
     socket: str | None = None

@@ -1,4 +1,4 @@
-"""How an engine looks where it is shown by its name alone, as in a notebook."""
+"""The text that stands for an engine where its name alone is evaluated, as in a notebook."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a hub says about a model: its commit, its files with their sizes, and its licence."""
+"""The list that a hub gives of a model: its commit, its files with their sizes, and its licence."""
 
 import re
 from dataclasses import dataclass

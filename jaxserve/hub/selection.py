@@ -1,4 +1,4 @@
-"""Which files of a model's repository are needed. All others, such as pickles, are never downloaded."""
+"""The choice of a repository's files that a model needs. All others, such as pickles, are never downloaded."""
 
 from collections.abc import Collection, Iterable
 from enum import Enum
@@ -25,7 +25,7 @@ SMALL = (
 
 
 class Need(Enum):
-    """What of a model is needed: its config.json, its tokenizer, all but its weights, or everything."""
+    """The part of a model that is needed: its config.json, its tokenizer, all but its weights, or everything."""
 
     CONFIG = "config"
     TOKENIZER = "tokenizer"

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class Activity:
-    """What an engine does between two looks at it. Rates follow from the counters of its snapshots."""
+    """The work of an engine between two looks at it. Rates follow from the counters of its snapshots."""
 
     def __init__(self, client: EngineClient, now: float):
         """`now`: seconds of any clock."""

@@ -29,7 +29,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Condition:
-    """What probes tell: whether requests should be sent here, and whether the process makes progress."""
+    """The answer to probes: whether requests should be sent here, and whether the process makes progress."""
 
     status: str  # a phase, "stopped" or "failed"
     ready: bool

@@ -114,7 +114,7 @@ class SimControl:
 
     @property
     def idle_reason(self) -> str | None:
-        """Why the policy never changed anything; None if it did."""
+        """The reason for which the policy never changed anything, or None if it did."""
         if self._controller.decisions:
             return None
         seen = f"KV use was at most {self.max_kv_usage:.0%}, and no request waited for more than {self.max_wait:.2f} s"

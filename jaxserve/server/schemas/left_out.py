@@ -52,7 +52,7 @@ class LeftOut:
         return bool(self._counts)
 
     def __str__(self) -> str:
-        """What has been left out, as the header shows it: "image=2, file=1"."""
+        """Return what has been left out, as the header shows it: "image=2, file=1"."""
         return ", ".join(f"{kind}={count}" for kind, count in self._counts.most_common(MAX_KINDS))
 
     @property

@@ -91,7 +91,7 @@ class Fitting:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What is common to all candidates."""
+    """The choices that all candidates have in common."""
 
     base: ClusterOptions
     objectives: tuple[Objective, ...]

@@ -16,7 +16,7 @@ INTERVAL_S = 1.0  # of the samples from which the limit is found
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a simulated run has shown."""
+    """The findings of a simulated run."""
 
     figures: tuple[float, ...]  # ms, by objective; infinity if too many requests were missed
     objectives: tuple[Objective, ...]
@@ -27,7 +27,7 @@ class Evaluation:
 
     @property
     def meets(self) -> bool:
-        """Whether all objectives are met."""
+        """True if all objectives are met."""
         return all(figure <= each.limit for figure, each in zip(self.figures, self.objectives, strict=True))
 
     @property

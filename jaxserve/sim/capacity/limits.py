@@ -1,4 +1,4 @@
-"""What limits a simulated cluster: its KV memory, its slots, or what its steps spend their time on."""
+"""The cause that limits a simulated cluster: its KV memory, its slots, or what its steps spend their time on."""
 
 from collections.abc import Mapping, Sequence
 

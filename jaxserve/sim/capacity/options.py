@@ -132,7 +132,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Cost:
-    """What devices cost: their prices for an hour, or a stand-in."""
+    """The cost of devices: their prices for an hour, or a stand-in."""
 
     by_hardware: Mapping[str, float]  # of one device
     priced: bool

@@ -28,7 +28,7 @@ TOGETHER = 2  # rejected candidates of one reason that are named
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found, and what it was searched among."""
+    """The plans that were found, and what they were chosen among."""
 
     options: PlanOptions
     candidates: Candidates

@@ -35,7 +35,7 @@ SPEED_STEP = 0.05  # of the rate: the resolution of the margin
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched for, and with what."""
+    """The goal and the means of a search."""
 
     candidates: Candidates
     load: PlannedLoad
